@@ -1,0 +1,484 @@
+"""Every message between rank, launcher, agent, coordinator and the command line.
+
+A message is a MessagePack map with its `kind`. Versions grow by adding fields with defaults; a
+field that is no longer needed stays one version longer. Times are seconds: `*_at_s` is wall clock
+(Unix), `*_mono_s` is CLOCK_MONOTONIC of the host that wrote it, other `*_s` are durations.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from everstep.wire.codec import SCHEMA
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=True):
+    """Root of all messages; the class name is the `kind`."""
+
+
+# ---------------------------------------------------------------- what everybody hands around
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """One measured value, e.g. `hw.gpu.temperature` of one GPU.
+
+    `value` None means "this device does not support it", which is never the same as zero.
+    """
+
+    name: str
+    value: float | None
+    unit: str = "1"
+    attributes: dict[str, str] = {}
+    counter: bool = False
+
+
+Severity = Literal["info", "warning", "error", "fatal"]
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """One observed fact, with its time and where it was seen."""
+
+    at_s: float
+    what: str
+    source: str
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that an operator would want to know about one component.
+
+    `component` is `host`, `gpu:<uuid>`, `port:<name>`, `disk:<mount>`, `rank:<n>` or `job`.
+    """
+
+    name: str
+    component: str
+    severity: Severity
+    summary: str
+    at_s: float
+    evidence: list[Evidence] = []
+    suggested_action: str | None = None
+    resolved: bool = False
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """Who is at the other end of a Unix socket, as the kernel says it."""
+
+    pid: int
+    uid: int
+    gid: int
+    start_ticks: int
+    boot_id: str
+
+
+Phase = Literal["start", "restore", "first_step", "step", "snapshot", "eval", "end"]
+PHASES: tuple[Phase, ...] = ("start", "restore", "first_step", "step", "snapshot", "eval", "end")
+
+
+class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent reads from one progress page, sent with each heartbeat.
+
+    `standing_s` is the time since the rank last changed step or phase; `p99_step_s` is its own
+    99th percentile over the steps of this generation, None before the second step.
+    """
+
+    job: str
+    generation: int
+    rank: int
+    pid: int
+    phase: Phase
+    step: int
+    standing_s: float
+    p99_step_s: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    tokens: int = 0
+    lr: float | None = None
+    step_s: float | None = None
+
+
+# ------------------------------------------------------------------------------------- plans
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """A node that trains in a generation; its place in the plan's list is its group rank."""
+
+    node: str
+    address: str
+    local_world_size: int
+
+
+class Evicted(msgspec.Struct, frozen=True, kw_only=True):
+    """A node that was put out of the job, with the reason and what was seen, oldest first."""
+
+    node: str
+    why: str
+    evidence: list[Evidence] = []
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Who trains in one generation, where its store is and from what it resumes.
+
+    `resume` lists snapshot ids, newest first; the ranks agree on the first that verifies on all
+    of them. An empty list means "from the beginning".
+    """
+
+    job: str
+    run_id: str
+    generation: int
+    epoch: int
+    members: list[Member]
+    spares: list[str] = []
+    evicted: list[Evicted] = []
+    store_address: str = ""
+    store_port: int = 0
+    resume: list[str] = []
+    skip_windows: list[tuple[int, int]] = []
+    asked_by: str = ""
+    why: str = ""
+
+
+# ------------------------------------------------ launcher and rank -> agent (-> coordinator)
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """First message of every client on the agent's socket.
+
+    A launcher opens with role `launcher`; a rank with role `rank`, its place and the descriptor
+    of its progress page (None of it is believed before the page's seals and header agree).
+    """
+
+    role: Literal["launcher", "rank", "cli"]
+    schema: int = SCHEMA
+    version: str = ""
+    job: str | None = None
+    generation: int | None = None
+    rank: int | None = None
+    local_rank: int | None = None
+    world_size: int | None = None
+    page: bool = False
+
+
+class Join(Message, frozen=True, kw_only=True):
+    """A launcher asks to take part in a run; sent again, with the nonce, after every reconnect.
+
+    `running_generation` is the generation whose ranks it runs now, 0 for none. `succeeded` tells
+    that its ranks of that generation all ended with 0.
+    """
+
+    run_id: str
+    nonce: str | None
+    min_nodes: int
+    max_nodes: int
+    local_world_size: int
+    address: str | None = None
+    join_timeout_s: float = 600.0
+    on_evict: Literal["park", "exit"] = "park"
+    running_generation: int = 0
+    succeeded: bool = False
+    command: str = ""
+    torch_version: str = ""
+
+
+class StoreBound(Message, frozen=True, kw_only=True):
+    """The first member's launcher listens for the ranks of a proposed generation."""
+
+    nonce: str
+    generation: int
+    address: str
+    port: int
+
+
+class StoreFailed(Message, frozen=True, kw_only=True):
+    """The store of a proposed generation could not be bound; another first member is needed."""
+
+    nonce: str
+    generation: int
+    why: str
+
+
+class RanksStarted(Message, frozen=True, kw_only=True):
+    """The pids of the local ranks of one generation, in order of local rank."""
+
+    nonce: str
+    generation: int
+    pids: list[int]
+    ranks: list[int]
+
+
+class RankEnded(Message, frozen=True, kw_only=True):
+    """A local rank ended. `exit_code` and `signal` are both None when it is not known how."""
+
+    nonce: str
+    generation: int
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    at_s: float
+    expected: bool = False
+    error: str | None = None
+    stderr_tail: list[str] = []
+
+
+class GroupSucceeded(Message, frozen=True, kw_only=True):
+    """All local ranks of this generation ended with 0."""
+
+    nonce: str
+    generation: int
+
+
+class Leaving(Message, frozen=True, kw_only=True):
+    """The launcher goes; the code and the reason that its user sees."""
+
+    nonce: str | None
+    exit_code: int
+    why: str
+
+
+class SnapshotCommitted(Message, frozen=True, kw_only=True):
+    """A snapshot's marker is durable. Kept and repeated by the rank until it is acknowledged."""
+
+    nonce: str
+    id: str
+    step: int
+    generation: int
+    path: str
+    world_size: int
+    bytes: int
+    write_s: float
+    stall_s: float = 0.0
+    samples: int = 0
+    final: bool = False
+
+
+class SnapshotRejected(Message, frozen=True, kw_only=True):
+    """A snapshot that a plan named did not load; no later plan names it again."""
+
+    nonce: str
+    id: str
+    why: str
+
+
+class RankFinding(Message, frozen=True, kw_only=True):
+    """A finding made inside a rank, e.g. a loss spike or a disk that is full."""
+
+    nonce: str
+    rank: int
+    step: int
+    finding: Finding
+
+
+class Ask(Message, frozen=True, kw_only=True):
+    """The command line asks the local agent: `status` or `plugins`."""
+
+    what: Literal["status", "plugins"]
+
+
+ClientMessage = (
+    Hello
+    | Join
+    | StoreBound
+    | StoreFailed
+    | RanksStarted
+    | RankEnded
+    | GroupSucceeded
+    | Leaving
+    | SnapshotCommitted
+    | SnapshotRejected
+    | RankFinding
+    | Ask
+)
+
+
+class Numbered(Message, frozen=True, kw_only=True):
+    """A client's message with its number; it is repeated until `Ack` covers the number."""
+
+    seq: int
+    body: ClientMessage
+
+
+# ----------------------------------------------------------------- (coordinator ->) agent -> client
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """The agent's answer to Hello."""
+
+    node: str
+    schema: int = SCHEMA
+    version: str = ""
+    coordinator: bool = False
+
+
+class Link(Message, frozen=True, kw_only=True):
+    """Whether the agent reaches a coordinator now.
+
+    Clients repeat what was not acknowledged when `up` turns true; a launcher joins again.
+    """
+
+    up: bool
+
+
+class Joined(Message, frozen=True, kw_only=True):
+    """The coordinator took the launcher in; `nonce` names the job from now on."""
+
+    nonce: str
+    node: str
+
+
+class BindStore(Message, frozen=True, kw_only=True):
+    """Bind the store of the proposed generation and answer StoreBound within 2 s."""
+
+    nonce: str
+    generation: int
+
+
+class Committed(Message, frozen=True, kw_only=True):
+    """The plan in force; sent to every launcher of the job, members, spares and evicted alike."""
+
+    plan: Plan
+
+
+class JobOver(Message, frozen=True, kw_only=True):
+    """The job ended. The launcher shows `why` and leaves with `exit_code`."""
+
+    nonce: str
+    outcome: Literal["done", "failed", "stopped"]
+    exit_code: int
+    why: str
+    error: str | None = None
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """The request cannot be met: what is wrong and what to do. The client leaves with the code."""
+
+    why: str
+    exit_code: int = 69
+
+
+class Ack(Message, frozen=True, kw_only=True):
+    """The coordinator has journaled everything of this client up to and including `seq`."""
+
+    seq: int
+
+
+class Facts(Message, frozen=True, kw_only=True):
+    """The agent's answer to Ask, as JSON text."""
+
+    json: str
+
+
+AgentMessage = Welcome | Link | Joined | BindStore | Committed | JobOver | Refused | Ack | Facts
+
+
+# ------------------------------------------------------------------------- agent -> coordinator
+
+
+class AgentHello(Message, frozen=True, kw_only=True):
+    """First message on the WebSocket. `epoch` is new with every start of the agent process."""
+
+    node: str
+    epoch: str
+    machine_id: str
+    boot_id: str
+    address: str
+    token: str = ""
+    schema: int = SCHEMA
+    version: str = ""
+    abilities: list[str] = []
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Once a second, and at once when a rank comes to a standstill.
+
+    `sent_at_s` and the reply give the node's clock offset. `offset_s`/`error_s` are what the agent
+    learned from the reply before.
+    """
+
+    seq: int
+    sent_at_s: float
+    ranks: list[RankProgress] = []
+    offset_s: float | None = None
+    error_s: float | None = None
+    health: str = "healthy"
+
+
+class FromClient(Message, frozen=True, kw_only=True):
+    """A client's message, with who sent it by the kernel's word.
+
+    `client` is unique within the agent's epoch. `seq` is the client's number, 0 for a message that
+    needs no acknowledgement.
+    """
+
+    client: str
+    peer: Peer
+    body: ClientMessage
+    seq: int = 0
+
+
+class ClientGone(Message, frozen=True, kw_only=True):
+    """A client's process ended or hung up. `died` is true when the pidfd says the process ended."""
+
+    client: str
+    peer: Peer
+    died: bool
+    at_s: float
+
+
+class NodeFinding(Message, frozen=True, kw_only=True):
+    """A finding of one of the agent's own plugins; repeated until acknowledged."""
+
+    seq: int
+    finding: Finding
+    plugin: str
+
+
+AgentToCoordinator = AgentHello | Heartbeat | FromClient | ClientGone | NodeFinding
+
+
+# ------------------------------------------------------------------------- coordinator -> agent
+
+
+class CoordinatorWelcome(Message, frozen=True, kw_only=True):
+    """The coordinator takes the agent in. `epoch` grows with every start of the coordinator.
+
+    The agent forgets `holding` clients' acknowledgements and tells its clients `Link(up=True)`.
+    """
+
+    epoch: int
+    schema: int = SCHEMA
+    version: str = ""
+
+
+class CoordinatorRefusal(Message, frozen=True, kw_only=True):
+    """The agent is not taken in (token, name taken, schema): it says so, waits and tries again."""
+
+    why: str
+    retry_s: float = 5.0
+
+
+class HeartbeatReply(Message, frozen=True, kw_only=True):
+    """Received and sent times by the coordinator's clock, for the node's clock offset."""
+
+    seq: int
+    received_at_s: float
+    sent_at_s: float
+
+
+class ToClient(Message, frozen=True, kw_only=True):
+    """A message for one of the agent's clients."""
+
+    client: str
+    body: AgentMessage
+
+
+class FindingAck(Message, frozen=True, kw_only=True):
+    """Every NodeFinding up to and including `seq` is journaled."""
+
+    seq: int
+
+
+CoordinatorToAgent = (
+    CoordinatorWelcome | CoordinatorRefusal | HeartbeatReply | ToClient | FindingAck
+)

@@ -1,0 +1,23 @@
+"""All that a plugin may import, and the door through which every plugin comes in."""
+
+from everstep.sdk.config import ConfigError, ConfigFile
+from everstep.sdk.errors import EverstepError
+from everstep.sdk.plugin import Action, Collector, Detector, Notifier, Stateful, Supported
+from everstep.wire.messages import Evidence, Finding, RankProgress, Reading, Severity
+
+__all__ = [
+    "Action",
+    "Collector",
+    "ConfigError",
+    "ConfigFile",
+    "Detector",
+    "EverstepError",
+    "Evidence",
+    "Finding",
+    "Notifier",
+    "RankProgress",
+    "Reading",
+    "Severity",
+    "Stateful",
+    "Supported",
+]

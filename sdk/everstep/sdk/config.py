@@ -1,0 +1,106 @@
+"""One TOML file for everything; every table is typed, and every mistake says where it is."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from everstep.sdk.errors import EverstepError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+DEFAULT_PATHS = (Path("/etc/everstep/everstep.toml"),)
+
+
+class ConfigError(EverstepError):
+    """The configuration cannot be used: file, table, key and what is allowed."""
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The parsed file. Tables are read by the part they belong to, each with its own type."""
+
+    path: Path | None = None
+    tables: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path | None) -> ConfigFile:
+        """Read a file; None means the first of `DEFAULT_PATHS` that exists, else all defaults.
+
+        Raises ConfigError when it cannot be read or is not TOML.
+        """
+        if path is None:
+            path = next((p for p in DEFAULT_PATHS if p.exists()), None)
+            if path is None:
+                return cls()
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"{path}: cannot be read: {exc}") from exc
+        try:
+            return cls(path, tomllib.loads(text))
+        except tomllib.TOMLDecodeError as exc:
+            raise ConfigError(f"{path}: not valid TOML: {exc}") from exc
+
+    @property
+    def where(self) -> str:
+        """The file's name for messages."""
+        return str(self.path) if self.path else "built-in defaults"
+
+    def section(self, table: str, type_: type[T]) -> T:
+        """Return the table, e.g. `agent` or `collectors.host`, as its type.
+
+        Raises ConfigError that names file, table, key and what is allowed.
+        """
+        raw: Any = self.tables
+        for part in table.split("."):
+            raw = raw.get(part, {}) if isinstance(raw, dict) else raw
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{self.where}: [{table}] must be a table, not {raw!r}")
+        return convert(raw, type_, where=f"{self.where}: [{table}]")
+
+    def check_names(self, table: str, known: Iterable[str], *, what: str) -> None:
+        """Raise ConfigError when `table` has a sub-table that is not in `known`."""
+        raw = self.tables.get(table, {}) if table else self.tables
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{self.where}: [{table}] must be a table, not {raw!r}")
+        known = sorted(known)
+        for name in raw:
+            if name not in known:
+                dotted = f"{table}.{name}" if table else name
+                raise ConfigError(
+                    f"{self.where}: [{dotted}]: unknown {what} {name!r}{_hint(name, known)}; "
+                    f"known: {', '.join(known) or 'none'}"
+                )
+
+
+def convert(raw: Mapping[str, Any], type_: type[T], *, where: str) -> T:
+    """Return `raw` as `type_`, refusing keys that it does not have. Raises ConfigError."""
+    known = type_.__struct_fields__
+    for key in raw:
+        if key not in known:
+            raise ConfigError(
+                f"{where}: unknown key {key!r}{_hint(key, known)}; known keys: "
+                f"{', '.join(known) or 'none'}"
+            )
+    try:
+        return msgspec.convert(raw, type_)
+    except msgspec.ValidationError as exc:
+        key = re.search(r"`\$\.([\w.\[\]]+)`", str(exc))
+        text = re.sub(r" - at `\$.*`$", "", str(exc))
+        at = f" key {key[1]!r}:" if key else ""
+        raise ConfigError(f"{where}:{at} {text}") from exc
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

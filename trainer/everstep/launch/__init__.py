@@ -1,0 +1,1 @@
+"""torchrun's doors: rendezvous, logs, and what keeps ranks from outliving their generation."""

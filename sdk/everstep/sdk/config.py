@@ -95,9 +95,9 @@ def convert(raw: Mapping[str, Any], type_: type[T], *, where: str) -> T:
     try:
         return msgspec.convert(raw, type_)
     except msgspec.ValidationError as exc:
-        key = re.search(r"`\$\.([\w.\[\]]+)`", str(exc))
+        found = re.search(r"`\$\.([\w.\[\]]+)`", str(exc))
         text = re.sub(r" - at `\$.*`$", "", str(exc))
-        at = f" key {key[1]!r}:" if key else ""
+        at = f" key {found[1]!r}:" if found else ""
         raise ConfigError(f"{where}:{at} {text}") from exc
 
 

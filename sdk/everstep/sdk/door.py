@@ -88,7 +88,6 @@ def _asked_for(cls: type, offers: Mapping[str, object]) -> dict[str, object]:
     names = list(inspect.signature(cls).parameters)[1:]
     missing = [n for n in names if n not in offers]
     if missing:
-        raise TypeError(
-            f"asks for {', '.join(missing)}; on offer here: {', '.join(sorted(offers)) or 'nothing'}"
-        )
+        offered = ", ".join(sorted(offers)) or "nothing"
+        raise TypeError(f"asks for {', '.join(missing)}; on offer here: {offered}")
     return {n: offers[n] for n in names}

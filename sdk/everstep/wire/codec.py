@@ -56,7 +56,8 @@ class Decoder(Generic[T]):
     def decode(self, body: bytes | memoryview | msgspec.Raw) -> T:
         """Return the typed message.
 
-        Raises UnknownMessageError for a kind this version does not know, MalformedMessageError for the rest.
+        Raises UnknownMessageError for a kind that this version does not know and
+        MalformedMessageError for everything else that does not fit.
         """
         try:
             return self._decoder.decode(body)

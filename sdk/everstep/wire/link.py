@@ -144,7 +144,7 @@ class AgentLink:
         fds = [] if self._page_fd is None else [self._page_fd]
         sent = socket.send_fds(sock, [hello], fds)
         sock.sendall(hello[sent:])
-        sock.setblocking(False)
+        sock.settimeout(0)
         self.connected = True
         self.last_error = None
 

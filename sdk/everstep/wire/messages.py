@@ -321,10 +321,14 @@ class Link(Message, frozen=True, kw_only=True):
 
 
 class Joined(Message, frozen=True, kw_only=True):
-    """The coordinator took the launcher in; `nonce` names the job from now on."""
+    """The coordinator took the launcher in; `nonce` names the job from now on.
+
+    `address` is what other nodes will be told to connect to; "" leaves it to the launcher.
+    """
 
     nonce: str
     node: str
+    address: str = ""
 
 
 class BindStore(Message, frozen=True, kw_only=True):

@@ -1,0 +1,234 @@
+"""The launcher's own eyes on its ranks: how each ended, and that none is left standing.
+
+torchrun waits 30 s for a rank that ignores SIGTERM, and asks nobody in the meantime. So a thread
+here kills the process group of every rank still alive `KILL_AFTER_S` after (a) another local rank
+ended, (b) a newer plan is in force, and before torchrun's own patience ends after (c) the launcher
+itself was signalled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from everstep.launch import reaper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+KILL_AFTER_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a rank ended; both None when torchrun reaped it before we could look."""
+
+    local_rank: int
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    at_s: float
+
+
+@dataclass(slots=True)
+class _Rank:
+    pid: int
+    pidfd: int | None
+    ended: bool = False
+
+    def kill_group(self) -> None:
+        """SIGKILL the rank's process group, unless its number may be somebody else's by now."""
+        if self.ended or self.pidfd is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, 0)
+            reaper.kill_group(self.pid)
+
+    def close(self) -> None:
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+@dataclass(slots=True)
+class _Generation:
+    number: int
+    ranks: list[_Rank] = field(default_factory=list)
+    first_end: float | None = None
+    superseded: float | None = None
+    signalled: float | None = None
+
+
+class Ranks:
+    """Watches the local ranks of the generation that runs, and ends what must not go on."""
+
+    def __init__(
+        self, on_end: Callable[[int, Ended], None], *, signal_grace_s: float = 25.0
+    ) -> None:
+        self.token = secrets.token_hex(8)
+        self._on_end = on_end
+        self._signal_grace_s = signal_grace_s
+        self._current: _Generation | None = None
+        self._changed = threading.Condition()
+        self._reaper = self._start_reaper()
+        threading.Thread(target=self._kill_when_due, name="everstep-killer", daemon=True).start()
+
+    def _start_reaper(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(reaper.__file__)), self.token],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+
+    def started(
+        self, generation: int, pids: Sequence[int], returncode: Callable[[int], int | None]
+    ) -> None:
+        """Watch the ranks that torchrun has started, in order of local rank.
+
+        `returncode(local_rank)` is what torchrun knows of a rank that it reaped before we looked.
+        """
+        current = _Generation(generation, [_Rank(p, _pidfd(p)) for p in pids])
+        pipe = self._pipe()
+        for pid in pids:
+            pipe.write(f"+{pid}\n")
+        pipe.flush()
+        with self._changed:
+            self._current = current
+        for local_rank in range(len(pids)):
+            threading.Thread(
+                target=self._await_end,
+                args=(current, local_rank, returncode),
+                name=f"everstep-wait-{local_rank}",
+                daemon=True,
+            ).start()
+
+    def superseded(self) -> None:
+        """A newer plan is in force, or the job is over: these ranks must not go on."""
+        self._mark("superseded")
+
+    def signalled(self) -> None:
+        """The launcher was told to end; its ranks get torchrun's signal and a grace."""
+        self._mark("signalled")
+
+    def _mark(self, what: str) -> None:
+        with self._changed:
+            if self._current is not None and getattr(self._current, what) is None:
+                setattr(self._current, what, time.monotonic())
+                self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Torchrun has stopped its ranks: kill what they left behind, and forget them.
+
+        A grandchild in a session of its own would otherwise keep its accelerator's memory.
+        """
+        with self._changed:
+            current, self._current = self._current, None
+        if current is None:
+            return
+        for rank in current.ranks:
+            rank.close()
+        reaper.kill_marked(self.token)
+
+    def close(self) -> None:
+        """End the reaper by closing its pipe; it takes leftovers along."""
+        self._pipe().close()
+        self._reaper.wait(10)
+
+    def _pipe(self) -> IO[str]:
+        if self._reaper.stdin is None:
+            raise AssertionError("the reaper was started with a pipe")
+        return self._reaper.stdin
+
+    def _await_end(
+        self,
+        generation: _Generation,
+        local_rank: int,
+        returncode: Callable[[int], int | None],
+    ) -> None:
+        pid = generation.ranks[local_rank].pid
+        exit_code, killed_by = _how_it_ended(pid) or _as_ended(returncode(local_rank))
+        ended = Ended(local_rank, pid, exit_code, killed_by, time.time())
+        with self._changed:
+            generation.ranks[local_rank].ended = True
+            failed = exit_code != 0 and (exit_code, killed_by) != (None, None)
+            if failed and generation.first_end is None:
+                generation.first_end = time.monotonic()
+            self._changed.notify_all()
+        self._on_end(generation.number, ended)
+
+    def _kill_when_due(self) -> None:
+        with self._changed:
+            while True:
+                current = self._current
+                due = None if current is None else self._due(current)
+                now = time.monotonic()
+                if current is not None and due is not None and due <= now:
+                    for rank in current.ranks:
+                        rank.kill_group()
+                    self._changed.wait(0.5)
+                else:
+                    self._changed.wait(None if due is None else due - now)
+
+    def _due(self, current: _Generation) -> float | None:
+        """Return when the ranks still alive are to be killed, None for "not foreseen"."""
+        if all(rank.ended for rank in current.ranks):
+            return None
+        times = [
+            start + wait_s
+            for start, wait_s in (
+                (current.first_end, KILL_AFTER_S),
+                (current.superseded, KILL_AFTER_S),
+                (current.signalled, self._signal_grace_s),
+            )
+            if start is not None
+        ]
+        return min(times, default=None)
+
+
+def _pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None  # it ended and was reaped already
+
+
+def _how_it_ended(pid: int) -> tuple[int | None, int | None] | None:
+    """Wait for a child's end without taking its status from torchrun; (exit code, signal).
+
+    None when torchrun was faster and the status is gone.
+    """
+    try:
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    if result is None:
+        return None
+    if result.si_code == os.CLD_EXITED:
+        return result.si_status, None
+    return None, result.si_status
+
+
+def _as_ended(returncode: int | None) -> tuple[int | None, int | None]:
+    """Split Popen's return code; unknown stays unknown and is never taken for success."""
+    if returncode is None:
+        return None, None
+    return (returncode, None) if returncode >= 0 else (None, -returncode)
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, e.g. SIGKILL."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

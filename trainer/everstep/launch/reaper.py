@@ -1,0 +1,84 @@
+"""Outlives a killed launcher by a second, to take its ranks along. Standard library only.
+
+Started by the launcher as `python -I -S reaper.py TOKEN` with a pipe as standard input. The
+launcher writes `+PID` for each rank that it starts. At the end of the pipe, however the launcher
+ended, the ranks' process groups and every process that carries the launcher's token in its
+environment are killed: ranks live in sessions of their own and would otherwise train on alone.
+"""
+
+import os
+import signal
+import sys
+import time
+
+_ROUNDS, _PAUSE_S = 5, 0.1
+
+
+def marked(token: str) -> list[int]:
+    """Return the pids of this user's processes whose environment carries the token."""
+    needle = b"EVERSTEP_LAUNCH=" + token.encode()
+    found = []
+    for name in os.listdir("/proc"):  # noqa: PTH208  no pathlib: this process must start fast
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:  # noqa: PTH123  as above
+                entries = file.read().split(b"\0")
+        except OSError:
+            continue
+        if any(entry.startswith(needle) for entry in entries):
+            found.append(int(name))
+    return found
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL the process group that `pid` leads, or led."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def kill_marked(token: str) -> int:
+    """SIGKILL what carries the token until nothing is left; return how many were killed.
+
+    A process between fork and exec still shows its parent's environment, hence the rounds.
+    """
+    killed = 0
+    for _ in range(_ROUNDS):
+        pids = marked(token)
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                continue
+            killed += 1
+        if not pids:
+            break
+        time.sleep(_PAUSE_S)
+    return killed
+
+
+def main(token: str) -> None:
+    """Wait for the launcher's end, then kill."""
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    leaders: dict[int, int] = {}
+    for line in sys.stdin:
+        pid = int(line[1:])
+        try:
+            leaders[pid] = os.pidfd_open(pid)
+        except OSError:
+            continue
+    for pid, pidfd in leaders.items():
+        try:
+            signal.pidfd_send_signal(pidfd, 0)
+        except ProcessLookupError:
+            continue  # reaped: the number may be somebody else's by now
+        kill_group(pid)
+    time.sleep(_PAUSE_S)
+    kill_marked(token)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

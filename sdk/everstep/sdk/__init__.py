@@ -2,7 +2,15 @@
 
 from everstep.sdk.config import ConfigError, ConfigFile
 from everstep.sdk.errors import EverstepError
-from everstep.sdk.plugin import Action, Collector, Detector, Notifier, Stateful, Supported
+from everstep.sdk.plugin import (
+    Action,
+    Collector,
+    Detector,
+    Notifier,
+    Seconds,
+    Stateful,
+    Supported,
+)
 from everstep.wire.messages import Evidence, Finding, RankProgress, Reading, Severity
 
 __all__ = [
@@ -17,6 +25,7 @@ __all__ = [
     "Notifier",
     "RankProgress",
     "Reading",
+    "Seconds",
     "Severity",
     "Stateful",
     "Supported",

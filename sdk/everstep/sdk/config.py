@@ -7,7 +7,7 @@ import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -25,6 +25,10 @@ class ConfigError(EverstepError):
     """The configuration cannot be used: file, table, key and what is allowed."""
 
 
+class _NoFileError(ConfigError):
+    """Only a file that somebody named has to exist."""
+
+
 @dataclass(frozen=True)
 class ConfigFile:
     """The parsed file. Tables are read by the part they belong to, each with its own type."""
@@ -38,18 +42,14 @@ class ConfigFile:
 
         Raises ConfigError when it cannot be read or is not TOML.
         """
-        if path is None:
-            path = next((p for p in DEFAULT_PATHS if p.exists()), None)
-            if path is None:
-                return cls()
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as exc:
-            raise ConfigError(f"{path}: cannot be read: {exc}") from exc
-        try:
-            return cls(path, tomllib.loads(text))
-        except tomllib.TOMLDecodeError as exc:
-            raise ConfigError(f"{path}: not valid TOML: {exc}") from exc
+        if path is not None:
+            return cls(path, _read(path))
+        for usual in DEFAULT_PATHS:
+            try:
+                return cls(usual, _read(usual))
+            except _NoFileError:
+                continue
+        return cls()
 
     @property
     def where(self) -> str:
@@ -85,20 +85,52 @@ class ConfigFile:
 
 def convert(raw: Mapping[str, Any], type_: type[T], *, where: str) -> T:
     """Return `raw` as `type_`, refusing keys that it does not have. Raises ConfigError."""
-    known = type_.__struct_fields__
-    for key in raw:
-        if key not in known:
-            raise ConfigError(
-                f"{where}: unknown key {key!r}{_hint(key, known)}; known keys: "
-                f"{', '.join(known) or 'none'}"
-            )
+    _refuse_unknown_keys(raw, type_, where)
     try:
         return msgspec.convert(raw, type_)
     except msgspec.ValidationError as exc:
-        found = re.search(r"`\$\.([\w.\[\]]+)`", str(exc))
+        found = re.search(r"`\$\.([\w.\[\]-]+)`", str(exc))
         text = re.sub(r" - at `\$.*`$", "", str(exc))
         at = f" key {found[1]!r}:" if found else ""
-        raise ConfigError(f"{where}:{at} {text}") from exc
+        allowed = _choices(type_, found[1]) if found else ""
+        raise ConfigError(f"{where}:{at} {text}{allowed}") from exc
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise _NoFileError(f"{path}: there is no such file") from exc
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc}") from exc
+    except tomllib.TOMLDecodeError as exc:
+        raise ConfigError(f"{path}: not valid TOML: {exc}") from exc
+
+
+def _refuse_unknown_keys(
+    raw: Mapping[str, Any], type_: type[msgspec.Struct], where: str, prefix: str = ""
+) -> None:
+    known = type_.__struct_encode_fields__
+    for key in raw:
+        if key not in known:
+            raise ConfigError(
+                f"{where}: unknown key {prefix + key!r}{_hint(key, known)}; known keys: "
+                f"{', '.join(known) or 'none'}"
+            )
+    for one in msgspec.structs.fields(type_):
+        inner = raw.get(one.encode_name)
+        for nested in (one.type, *get_args(one.type)):
+            if isinstance(inner, dict) and isinstance(nested, type(msgspec.Struct)):
+                _refuse_unknown_keys(inner, nested, where, f"{prefix}{one.encode_name}.")
+
+
+def _choices(type_: type[msgspec.Struct], key: str) -> str:
+    # msgspec names the value that it refuses but not the ones that it would take.
+    hint = get_type_hints(type_).get(key)
+    for part in (hint, *get_args(hint)):
+        if get_origin(part) is Literal:
+            return f"; allowed: {', '.join(map(repr, get_args(part)))}"
+    return ""
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

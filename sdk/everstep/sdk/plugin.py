@@ -1,23 +1,26 @@
 """What each kind of plugin is: one verb, and a `Config` that is validated before it runs.
 
 A plugin class has a `Config` (a frozen msgspec Struct whose defaults are the shipped behaviour)
-and an `__init__(self, config, ...)`. Further keyword parameters of `__init__` are what it asks
-for by name (`clock`, `pages`, ...): the part that loads it hands these over or refuses with the
-list of what it offers. Plugins of the daemons are called in a thread of their own each, never two
-calls at once, so they may block; a call that does not come back is reported and not repeated until
-it does.
+and an `__init__(self, config, ...)`. Further parameters of `__init__` are what it asks for by name
+(`pages`, ...): the part that loads it hands these over or refuses with the list of what it offers;
+one that has a default is left out where it is not on offer. Plugins of the daemons are called in a
+thread of their own each, never two calls at once, so they may block; a call that does not come
+back is reported and not repeated until it does.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol, TypeAlias, runtime_checkable
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    import msgspec
-
     from everstep.wire.messages import Finding, Reading
+
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=7 * 86400)]
+"""A duration in a `Config`: above zero and at most a week, so neither zero nor `inf` gets in."""
 
 
 class Plugin(Protocol):
@@ -31,7 +34,7 @@ class Collector(Protocol):
     """Agent: turns the outside into readings and findings. Called every `config.interval_s`."""
 
     def collect(self) -> Iterable[Reading | Finding]:
-        """Look once."""
+        """Look once. A finding is told when it begins and, `resolved`, when it ends."""
         ...
 
 
@@ -64,7 +67,10 @@ class Notifier(Protocol):
 
 @runtime_checkable
 class Supported(Protocol):
-    """Optional: says that this machine has nothing to look at, which is a normal state."""
+    """Optional: says that this machine has nothing to look at, which is a normal state.
+
+    It may be asked again now and then, so that hardware which appears later is found.
+    """
 
     def supported(self) -> str | None:
         """Return None when it can work here, else the reason in a few words."""

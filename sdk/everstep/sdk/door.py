@@ -54,10 +54,9 @@ def installed(kind: Kind) -> dict[str, EntryPoint]:
     return {point.name: point for point in reversed(_points(kind))}
 
 
-def check(file: ConfigFile, kind: Kind, points: Mapping[str, EntryPoint] | None = None) -> None:
-    """Raise ConfigError for tables of plugins that are not among `points` (None: installed)."""
-    known = installed(kind) if points is None else points
-    file.check_names(kind, known, what=f"{kind.removesuffix('s')} plugin")
+def check(file: ConfigFile, kind: Kind) -> None:
+    """Raise ConfigError for tables of plugins that are not installed."""
+    file.check_names(kind, installed(kind), what=f"{kind.removesuffix('s')} plugin")
 
 
 def admit(

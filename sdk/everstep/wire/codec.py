@@ -82,6 +82,11 @@ class Frames:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
+    @property
+    def pending(self) -> int:
+        """Bytes of a frame that is not complete yet."""
+        return len(self._buffer)
+
     def feed(self, data: bytes) -> list[bytes]:
         """Return the complete frames so far. Raises FrameError when a length is absurd."""
         self._buffer += data

@@ -295,7 +295,7 @@ class EverstepRendezvous(RendezvousHandler):
             running_generation=seat.training,
             succeeded=seat.succeeded,
             command=terms.command,
-            torch_version=torch.__version__,
+            torch_version=str(torch.__version__),
         )
 
     def _take(self, message: AgentMessage) -> None:

@@ -75,6 +75,7 @@ class Ranks:
         self, on_end: Callable[[int, Ended], None], *, signal_grace_s: float = 25.0
     ) -> None:
         self.token = secrets.token_hex(8)
+        self._mark = f"EVERSTEP_LAUNCH={self.token}"
         self._on_end = on_end
         self._signal_grace_s = signal_grace_s
         self._current: _Generation | None = None
@@ -84,7 +85,7 @@ class Ranks:
 
     def _start_reaper(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(reaper.__file__)), self.token],
+            [sys.executable, "-I", "-S", str(Path(reaper.__file__)), self._mark],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
@@ -115,13 +116,13 @@ class Ranks:
 
     def superseded(self) -> None:
         """A newer plan is in force, or the job is over: these ranks must not go on."""
-        self._mark("superseded")
+        self._note("superseded")
 
     def signalled(self) -> None:
         """The launcher was told to end; its ranks get torchrun's signal and a grace."""
-        self._mark("signalled")
+        self._note("signalled")
 
-    def _mark(self, what: str) -> None:
+    def _note(self, what: str) -> None:
         with self._changed:
             if self._current is not None and getattr(self._current, what) is None:
                 setattr(self._current, what, time.monotonic())
@@ -138,7 +139,7 @@ class Ranks:
             return
         for rank in current.ranks:
             rank.close()
-        reaper.kill_marked(self.token)
+        reaper.kill_marked(self._mark)
 
     def close(self) -> None:
         """End the reaper by closing its pipe; it takes leftovers along."""

@@ -1,9 +1,9 @@
 """Outlives a killed launcher by a second, to take its ranks along. Standard library only.
 
-Started by the launcher as `python -I -S reaper.py TOKEN` with a pipe as standard input. The
+Started by the launcher as `python -I -S reaper.py NAME=VALUE` with a pipe as standard input. The
 launcher writes `+PID` for each rank that it starts. At the end of the pipe, however the launcher
-ended, the ranks' process groups and every process that carries the launcher's token in its
-environment are killed: ranks live in sessions of their own and would otherwise train on alone.
+ended, the ranks' process groups and every process whose environment has an entry that begins with
+this mark are killed: ranks live in sessions of their own and would otherwise train on alone.
 """
 
 import os
@@ -14,9 +14,9 @@ import time
 _ROUNDS, _PAUSE_S = 5, 0.1
 
 
-def marked(token: str) -> list[int]:
-    """Return the pids of this user's processes whose environment carries the token."""
-    needle = b"EVERSTEP_LAUNCH=" + token.encode()
+def marked(mark: str) -> list[int]:
+    """Return the pids, but our own, whose environment has an entry that begins with the mark."""
+    needle = mark.encode()
     found = []
     for name in os.listdir("/proc"):  # noqa: PTH208  no pathlib: this process must start fast
         if not name.isdigit() or int(name) == os.getpid():
@@ -39,14 +39,14 @@ def kill_group(pid: int) -> None:
         return
 
 
-def kill_marked(token: str) -> int:
-    """SIGKILL what carries the token until nothing is left; return how many were killed.
+def kill_marked(mark: str) -> int:
+    """SIGKILL what carries the mark until nothing is left; return how many were killed.
 
     A process between fork and exec still shows its parent's environment, hence the rounds.
     """
     killed = 0
     for _ in range(_ROUNDS):
-        pids = marked(token)
+        pids = marked(mark)
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -59,7 +59,7 @@ def kill_marked(token: str) -> int:
     return killed
 
 
-def main(token: str) -> None:
+def main(mark: str) -> None:
     """Wait for the launcher's end, then kill."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
@@ -77,7 +77,7 @@ def main(token: str) -> None:
             continue  # reaped: the number may be somebody else's by now
         kill_group(pid)
     time.sleep(_PAUSE_S)
-    kill_marked(token)
+    kill_marked(mark)
 
 
 if __name__ == "__main__":

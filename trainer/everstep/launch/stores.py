@@ -12,7 +12,7 @@ import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  torch exports it in C
+from torch._C._distributed_c10d import Store, TCPStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable

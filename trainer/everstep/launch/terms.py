@@ -126,11 +126,7 @@ def _conf(params: RendezvousParameters) -> tuple[float, Literal["park", "exit"]]
         leave(USAGE, f"--rdzv-conf: join_timeout_s must be seconds, not {raw!r}")
     if join_timeout_s <= 0:
         leave(USAGE, f"--rdzv-conf: join_timeout_s must be above 0, not {raw!r}")
-    match params.get("on_evict", "park"):
-        case "park":
-            return join_timeout_s, "park"
-        case "exit":
-            return join_timeout_s, "exit"
-        case other:
-            leave(USAGE, f"--rdzv-conf: on_evict must be park or exit, not {other!r}")
-    return None
+    on_evict = params.get("on_evict", "park")
+    if on_evict not in ("park", "exit"):
+        leave(USAGE, f"--rdzv-conf: on_evict must be park or exit, not {on_evict!r}")
+    return join_timeout_s, on_evict

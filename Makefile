@@ -1,0 +1,54 @@
+# Two commands matter: `make demo` and `make test`. Each sets up .venv by itself.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: setup demo test lint types fmt bench chaos docs package clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "setting up .venv (the first time this downloads torch)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	@touch $(READY)
+
+demo: setup
+	$(BIN)/everstep demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/deptry .
+
+types: setup
+	$(BIN)/mypy
+
+fmt: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	$(BIN)/python tests/bench/run_all.py $(ARGS)
+
+chaos: setup
+	$(BIN)/python -m tests.chaos $(ARGS)
+
+docs: setup
+	$(BIN)/python -m tests.docs_pages
+
+# The wheel is built from the sdist and tried in a venv that has nothing else.
+package: setup
+	rm -rf dist build/package
+	$(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv build/package
+	build/package/bin/python -m pip install --quiet --disable-pip-version-check dist/everstep-*.whl
+	cd build/package && bin/everstep --version
+
+clean:
+	rm -rf .venv dist build everstep-demo

@@ -1,0 +1,5 @@
+"""`python -m everstep.cli` is `everstep`."""
+
+from everstep.cli.main import main
+
+main()

@@ -1,0 +1,1 @@
+"""`everstep demo`: a small cluster on this machine, and every fault we promise to survive."""

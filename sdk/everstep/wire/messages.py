@@ -79,7 +79,8 @@ class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
     """What the agent reads from one progress page, sent with each heartbeat.
 
     `standing_s` is the time since the rank last changed step or phase; `p99_step_s` is its own
-    99th percentile over the steps of this generation, None before the second step.
+    99th percentile over the steps of this generation, None before the second step. `pid` and `uid`
+    are the kernel's word on who passed the page: another user's page says nothing about a job.
     """
 
     job: str
@@ -95,6 +96,7 @@ class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     lr: float | None = None
     step_s: float | None = None
+    uid: int = -1
 
 
 # ------------------------------------------------------------------------------------- plans

@@ -104,6 +104,23 @@ def test_a_newer_plan_stops_ranks_that_ignore_sigterm(cluster: Cluster) -> None:
     nobody_waited_thirty_seconds(cluster)
 
 
+def test_a_script_that_ends_with_zero_when_told_to_stop_has_not_succeeded(
+    cluster: Cluster,
+) -> None:
+    script = cluster.folder / "polite.py"
+    script.write_text(
+        "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(0))\ntime.sleep(600)\n"
+    )
+    a = cluster.node("a")
+    cluster.torchrun("a", script)
+    a.expect(Join)
+    cluster.commit(1, ["a"])
+    a.expect(RanksStarted)
+    cluster.commit(2, ["a"])
+    assert a.expect(RanksStarted).generation == 2
+    assert a.count(GroupSucceeded) == 0
+
+
 def test_ranks_and_their_strays_do_not_survive_a_killed_launcher(cluster: Cluster) -> None:
     script = cluster.folder / "stray.py"
     script.write_text(

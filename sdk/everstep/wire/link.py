@@ -67,6 +67,7 @@ class AgentLink:
         self._lock = threading.Lock()
         self._drained = threading.Condition(self._lock)
         self._closing = threading.Event()
+        self._first_connection = threading.Event()
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._socket: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name="everstep-link", daemon=True)
@@ -75,6 +76,10 @@ class AgentLink:
     def start(self) -> None:
         """Start the thread; returns at once, connected or not."""
         self._thread.start()
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Wait until an agent took the connection; False when the time passed first."""
+        return self._first_connection.wait(timeout_s)
 
     def send(self, message: ClientMessage) -> None:
         """Send if connected to an agent that reaches a coordinator, else forget it."""
@@ -147,6 +152,7 @@ class AgentLink:
         sock.settimeout(0)
         self.connected = True
         self.last_error = None
+        self._first_connection.set()
 
     def _talk(self, sock: socket.socket) -> None:
         frames = Frames()

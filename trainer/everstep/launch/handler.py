@@ -25,7 +25,7 @@ from everstep.launch.ranks import Ended, Ranks
 from everstep.launch.seat import Leave, Parked, Seat, Train
 from everstep.launch.stores import GenerationStores, PlanStore
 from everstep.launch.terms import Terms, read_terms
-from everstep.wire.exit_codes import UNAVAILABLE
+from everstep.wire.exit_codes import DONE, UNAVAILABLE
 from everstep.wire.link import AgentLink
 from everstep.wire.messages import (
     BindStore,
@@ -108,8 +108,11 @@ class EverstepRendezvous(RendezvousHandler):
         Leaves (SystemExit) when the job is over, was refused, or evicted this node for good.
         """
         ranks = self._start_once()
+        if ranks.clear():
+            # They were done just before a newer plan came, and torchrun looked at the plan first.
+            self._finish(self._seat.last)
+            self._leave(DONE, "done", None)
         self._seat.training = 0
-        ranks.clear()
         said = ""
         while True:
             match self._seat.order():
@@ -140,15 +143,12 @@ class EverstepRendezvous(RendezvousHandler):
         return self._ranks
 
     def _await_agent(self) -> None:
-        end = time.monotonic() + AGENT_WAIT_S
-        while not self._link.connected:
-            if time.monotonic() > end:
-                leave(
-                    UNAVAILABLE,
-                    f"no agent answers on {self._terms.socket} ({self._link.last_error}); start "
-                    "one with `everstep agent` (one machine: `everstep agent --with-coordinator`)",
-                )
-            time.sleep(_START_POLL_S)
+        if not self._link.wait_connected(AGENT_WAIT_S):
+            leave(
+                UNAVAILABLE,
+                f"no agent answers on {self._terms.socket} ({self._link.last_error}); start "
+                "one with `everstep agent` (one machine: `everstep agent --with-coordinator`)",
+            )
 
     def _listen_for_signals(self, ranks: Ranks) -> None:
         # torchrun's handlers raise in the main thread and then wait 30 s for the ranks. The wakeup
@@ -247,9 +247,12 @@ class EverstepRendezvous(RendezvousHandler):
         self._link.post(GroupSucceeded(nonce=self._seat.nonce or "", generation=generation))
         last_up = time.monotonic()
         while True:
-            match self._seat.order():
+            match self._seat.refused or self._seat.order():
                 case Leave(0, why, _):
                     say(why)
+                    return
+                case Leave() as refusal if refusal is self._seat.refused:
+                    say(f"done here; the coordinator does not know this job: {refusal.why}")
                     return
                 case Leave(code, why, error):
                     self._leave(code, why, error)
@@ -311,10 +314,15 @@ class EverstepRendezvous(RendezvousHandler):
                 self._seat.job_over(message)
                 self._stop_outdated()
             case Refused(why=why, exit_code=code):
-                self._seat.must_leave(Leave(code, why))
-                self._stop_outdated()
+                self._refused(why, code)
             case _:
                 pass  # Welcome, Link: the link's own business
+
+    def _refused(self, why: str, code: int) -> None:
+        """Leave, unless ranks are training: they do not depend on what the monitor forgot."""
+        if self._seat.training:
+            say(f"the coordinator refuses this job while it trains, so it trains on: {why}")
+        self._seat.refuse(Leave(code, why))
 
     def _stop_outdated(self) -> None:
         if self._ranks is not None and self._seat.training and self._seat.outdated:

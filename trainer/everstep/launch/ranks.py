@@ -9,6 +9,7 @@ itself was signalled.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -44,6 +45,7 @@ class _Rank:
     pid: int
     pidfd: int | None
     ended: bool = False
+    succeeded_at: float | None = None
 
     def kill_group(self) -> None:
         """SIGKILL the rank's process group, unless its number may be somebody else's by now."""
@@ -128,18 +130,22 @@ class Ranks:
                 setattr(self._current, what, time.monotonic())
                 self._changed.notify_all()
 
-    def clear(self) -> None:
+    def clear(self) -> bool:
         """Torchrun has stopped its ranks: kill what they left behind, and forget them.
 
         A grandchild in a session of its own would otherwise keep its accelerator's memory.
+        Return whether they had all ended with 0 of their own accord, before they were to stop: a
+        script may well end with 0 because it was told to.
         """
         with self._changed:
             current, self._current = self._current, None
         if current is None:
-            return
+            return False
         for rank in current.ranks:
             rank.close()
         reaper.kill_marked(self._mark)
+        until = current.superseded or math.inf
+        return all(r.succeeded_at is not None and r.succeeded_at < until for r in current.ranks)
 
     def close(self) -> None:
         """End the reaper by closing its pipe; it takes leftovers along."""
@@ -162,6 +168,8 @@ class Ranks:
         ended = Ended(local_rank, pid, exit_code, killed_by, time.time())
         with self._changed:
             generation.ranks[local_rank].ended = True
+            if exit_code == 0:
+                generation.ranks[local_rank].succeeded_at = time.monotonic()
             failed = exit_code != 0 and (exit_code, killed_by) != (None, None)
             if failed and generation.first_end is None:
                 generation.first_end = time.monotonic()

@@ -70,6 +70,7 @@ class Seat:
         self.last = 0
         self.training = 0
         self.succeeded = False
+        self.refused: Leave | None = None
         self._on_evict = on_evict
         self._plan: Plan | None = None
         self._leave: Leave | None = None
@@ -79,6 +80,7 @@ class Seat:
         """The coordinator took the launcher in."""
         with self._changed:
             self.nonce, self.node, self.address = nonce, node, address
+            self.refused = None
             self._changed.notify_all()
 
     def take(self, generation: int) -> None:
@@ -98,6 +100,12 @@ class Seat:
     def job_over(self, over: JobOver) -> None:
         """The job ended."""
         self.must_leave(Leave(over.exit_code, over.why, over.error))
+
+    def refuse(self, refusal: Leave) -> None:
+        """The coordinator does not take this launcher: leave as soon as no rank trains."""
+        with self._changed:
+            self.refused = refusal
+            self._changed.notify_all()
 
     def must_leave(self, leave: Leave) -> None:
         """There is nothing more to do here."""
@@ -120,6 +128,8 @@ class Seat:
         """Return what to do now."""
         if self._leave is not None:
             return self._leave
+        if self.refused is not None and not self.training:
+            return self.refused
         if self.node is None:
             return Parked("waiting for the coordinator")
         return order_for(self._plan, self.node, after=self.last, on_evict=self._on_evict)

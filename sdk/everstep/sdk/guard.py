@@ -161,7 +161,7 @@ def _attempt(work: Callable[[], T], clock: Callable[[], float]) -> Done[T] | Fai
     try:
         return Done(work(), clock() - began_s)
     except NonsenseError as exc:
-        return Failed("nonsense", str(exc)[:_MAX_WHY], clock() - began_s)
+        return Failed("nonsense", _printable(str(exc)), clock() - began_s)
     except BaseException as exc:  # noqa: BLE001  a plugin may raise anything, SystemExit included
         return Failed("raised", _describe(exc), clock() - began_s)
 
@@ -174,4 +174,9 @@ def _describe(exc: BaseException) -> str:
         text = f"{name} (which cannot be shown)"
     frames = traceback.extract_tb(exc.__traceback__)
     where = f" ({PurePath(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return text[:_MAX_WHY] + where
+    return _printable(text) + where
+
+
+def _printable(text: str) -> str:
+    # Half a surrogate pair, e.g. from a file's name, could not be sent to anybody.
+    return text[:_MAX_WHY].encode("utf-8", "replace").decode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,7 +52,6 @@ class HostCollector:
         self._config = config
         self._cpu_before: dict[str, float] | None = None
         self._gap_before_s: float | None = None
-        self._failures: Counter[str] = Counter()
         self._left_out: dict[str, int] = {}
         self._parts: dict[str, Callable[[], list[Reading]]] = {
             "cpu": self._cpu,
@@ -64,6 +62,7 @@ class HostCollector:
             "network": self._network,
             "clock": self._clock,
         }
+        self._failures = dict.fromkeys(self._parts, 0)
 
     def collect(self) -> Iterable[Reading | Finding]:
         """Return the readings of one look."""

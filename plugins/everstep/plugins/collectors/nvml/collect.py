@@ -47,7 +47,7 @@ class NvmlCollector:
         self._wrong: dict[Hashable, Finding] = {}
         self._gone: dict[str, Error] = {}
         self._silent: Counter[str] = Counter()
-        self._dropped: Counter[tuple[str, str]] = Counter()
+        self._dropped: Counter[str] = Counter()
         self._episodes = Episodes()
 
     def supported(self) -> str | None:
@@ -77,7 +77,7 @@ class NvmlCollector:
             gpu = self._known[uuid]
             self._wrong["gpu.lost", gpu.component] = parse.lost(gpu, error, now_s)
             out += parse.status(gpu, "failed")
-        out += parse.counts(self._dropped)
+        out += [parse.left_out(g, self._dropped[g.uuid]) for g in self._known.values()]
         return out + self._episodes.update(self._wrong, now_s)
 
     def _judge(

@@ -105,12 +105,10 @@ def info(gpu: Gpu) -> Reading:
     return Reading(name="everstep.gpu.info", value=1, attributes={**gpu.attributes, **written})
 
 
-def readings(
-    gpu: Gpu, answers: Mapping[str, Answer], dropped: Counter[tuple[str, str]]
-) -> list[Reading]:
+def readings(gpu: Gpu, answers: Mapping[str, Answer], dropped: Counter[str]) -> list[Reading]:
     """Return the sane answers, None for what this GPU does not have.
 
-    What is neither is left out, and counted in `dropped` under the GPU's id and the metric's name.
+    What is neither is left out, and counted in `dropped` under the GPU's id.
     """
     out: list[Reading] = []
     for key, field in FIELDS.items():
@@ -127,7 +125,7 @@ def readings(
                 Reading(name=field.metric, value=value, unit=field.unit, attributes=attributes)
             )
         else:
-            dropped[gpu.uuid, field.metric] += 1
+            dropped[gpu.uuid] += 1
     return out
 
 
@@ -161,18 +159,15 @@ def status(gpu: Gpu, now: Status) -> list[Reading]:
     ]
 
 
-def counts(dropped: Mapping[tuple[str, str], int]) -> list[Reading]:
-    """Return how many answers were left out since the start."""
-    return [
-        Reading(
-            name="everstep.gpu.readings.dropped",
-            value=count,
-            unit="{reading}",
-            attributes={"hw.id": uuid, "everstep.metric": metric},
-            counter=True,
-        )
-        for (uuid, metric), count in dropped.items()
-    ]
+def left_out(gpu: Gpu, count: int) -> Reading:
+    """Return how many answers of a GPU were left out since the start."""
+    return Reading(
+        name="everstep.gpu.readings.dropped",
+        value=count,
+        unit="{reading}",
+        attributes=gpu.attributes,
+        counter=True,
+    )
 
 
 def lost(gpu: Gpu, error: Error, at_s: float) -> Finding:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 # A rule of a later group is looked at only when all rules of the groups before it hold.
 _GROUPS: tuple[tuple[Callable[[Subject], Iterator[str]], ...], ...] = (
     (papers.config_is_a_frozen_struct,),
+    (papers.config_has_sound_defaults,),
     (
-        papers.config_has_sound_defaults,
         papers.config_leaves_enabled_to_the_door,
         papers.collector_says_how_often,
         papers.readme_has_the_headings,

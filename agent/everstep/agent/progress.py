@@ -1,0 +1,217 @@
+"""What the ranks of this node are doing, read from their progress pages ten times a second.
+
+A look at a page that has not changed costs two microseconds; only new records are unpacked.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from everstep.wire.messages import Peer, RankProgress
+
+if TYPE_CHECKING:
+    from everstep.wire.page import PageReader, State, StepRecord
+
+STANDSTILL_S = 2.0
+STANDSTILL_STEPS = 3.0
+REPEAT_S = 0.5
+
+
+class StepTimes:
+    """The 99th percentile of the last durations, kept sorted so that a new one costs little.
+
+    >>> times = StepTimes(keep=100)
+    >>> for ms in range(1, 201):
+    ...     times.add(ms / 1000)
+    >>> times.p99_s()
+    0.199
+    """
+
+    def __init__(self, *, keep: int = 500) -> None:
+        self._sorted: list[float] = []
+        self._in_order: deque[float] = deque()
+        self._keep = keep
+
+    def add(self, step_s: float) -> None:
+        """Take in one duration; what is no duration is left out."""
+        if not (math.isfinite(step_s) and step_s >= 0):
+            return
+        insort(self._sorted, step_s)
+        self._in_order.append(step_s)
+        if len(self._in_order) > self._keep:
+            del self._sorted[bisect_left(self._sorted, self._in_order.popleft())]
+
+    def p99_s(self) -> float | None:
+        """Return the 99th percentile, None when there is no duration yet."""
+        if not self._sorted:
+            return None
+        return self._sorted[math.ceil(0.99 * len(self._sorted)) - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One page at the last look; replaced as a whole, so any thread may read it."""
+
+    state: State
+    changed_ns: int
+    record: StepRecord | None
+    p99_s: float | None
+    first_step_s: float | None
+
+
+class RankPage:
+    """Follows one page. Times are CLOCK_MONOTONIC in nanoseconds, by the agent's own clock."""
+
+    def __init__(self, peer: Peer, reader: PageReader) -> None:
+        self.peer = peer
+        self.place = reader.place
+        self.seen: Seen | None = None
+        self.told_ns: int | None = None
+        self._reader = reader
+        self._times = StepTimes()
+        self._first_step_s: float | None = None
+        self._looked_ns: int | None = None
+
+    def look(self, now_ns: int) -> None:
+        """Read the page. A rank that wrote nonsense is shown with nonsense, and harms nobody."""
+        looked_ns, self._looked_ns = self._looked_ns, now_ns
+        state = self._reader.state()
+        old = self.seen
+        if state is None or (old is not None and state == old.state):
+            return
+        # Its own time of the change, within the bounds of what was seen from here: a clock of
+        # another time namespace, or a lie, shifts it by one look at most.
+        changed_ns = min(now_ns, max(state.changed_mono_ns, looked_ns or 0))
+        record = old.record if old else None
+        if state.records != (old.state.records if old else 0):
+            record = self._new_records(old.state.records if old else 0) or record
+        self.seen = Seen(state, changed_ns, record, self._times.p99_s(), self._first_step_s)
+
+    def _new_records(self, after: int) -> StepRecord | None:
+        record: StepRecord | None = None
+        for number, record in self._reader.records(after):
+            # The first step of a process compiles and warms up: it is no measure of the next.
+            if number == 1:
+                self._first_step_s = measured(record.step_s)
+            else:
+                self._times.add(record.step_s)
+        return record
+
+    def close(self) -> None:
+        """Unmap the page."""
+        self._reader.close()
+
+
+def standing_ns(seen: Seen, now_ns: int, anew_ns: int) -> int:
+    """Return how long a rank has stood; what was before `anew_ns` is not held against it."""
+    return max(0, now_ns - max(seen.changed_ns, anew_ns))
+
+
+def is_standstill(seen: Seen, stands_ns: int) -> bool:
+    """Return whether a rank in phase `step` has stood longer than its own steps explain.
+
+    Before the second step only the first is known, which is longer than those to come; before
+    the first nothing is.
+    """
+    basis_s = seen.first_step_s if seen.p99_s is None else seen.p99_s
+    if seen.state.phase != "step" or basis_s is None:
+        return False
+    return stands_ns > max(STANDSTILL_S, STANDSTILL_STEPS * basis_s) * 1e9
+
+
+class Progress:
+    """All pages of the node, by client."""
+
+    def __init__(self) -> None:
+        self._pages: dict[str, RankPage] = {}
+        self._now_ns = 0
+        self._anew_ns = 0
+
+    def add(self, client: str, peer: Peer, reader: PageReader) -> None:
+        """Follow a client's page from now on."""
+        self._pages[client] = RankPage(peer, reader)
+
+    def drop(self, client: str) -> None:
+        """Stop following a client's page, if it has one."""
+        if page := self._pages.pop(client, None):
+            page.close()
+
+    def close(self) -> None:
+        """Stop following all pages."""
+        for client in list(self._pages):
+            self.drop(client)
+
+    def start_anew(self, now_ns: int) -> None:
+        """Count every standstill from now: this process itself was not running."""
+        self._anew_ns = now_ns
+
+    def look(self, now_ns: int) -> bool:
+        """Read all pages; True when a standstill must be told at once.
+
+        That is when one has just begun, and every `REPEAT_S` while it lasts.
+        """
+        tell = False
+        self._now_ns = now_ns
+        for page in self._pages.values():
+            page.look(now_ns)
+            tell |= self._must_tell(page, now_ns)
+        return tell
+
+    def _must_tell(self, page: RankPage, now_ns: int) -> bool:
+        seen = page.seen
+        if seen is None or not is_standstill(seen, standing_ns(seen, now_ns, self._anew_ns)):
+            page.told_ns = None
+            return False
+        if page.told_ns is not None and now_ns - page.told_ns < REPEAT_S * 1e9:
+            return False
+        page.told_ns = now_ns
+        return True
+
+    def ranks(self) -> list[RankProgress]:
+        """Return every rank as of the last look; safe to call from any thread.
+
+        Of two pages of one user for one place the later one counts: the rank has connected again.
+        """
+        places = {(*p.place[:3], p.peer.uid): p for p in list(self._pages.values())}
+        now_ns, anew_ns = self._now_ns, self._anew_ns
+        return [
+            _told(page, seen, standing_ns(seen, now_ns, anew_ns))
+            for _, page in sorted(places.items())
+            if (seen := page.seen) is not None
+        ]
+
+    def count(self, uid: int) -> int:
+        """Return how many pages of one user are followed."""
+        return sum(page.peer.uid == uid for page in self._pages.values())
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+
+def _told(page: RankPage, seen: Seen, stands_ns: int) -> RankProgress:
+    record = seen.record
+    return RankProgress(
+        job=page.place.job,
+        generation=page.place.generation,
+        rank=page.place.rank,
+        pid=page.peer.pid,
+        uid=page.peer.uid,
+        phase=seen.state.phase,
+        step=seen.state.step,
+        standing_s=stands_ns / 1e9,
+        p99_step_s=seen.p99_s,
+        loss=measured(record.loss) if record else None,
+        grad_norm=measured(record.grad_norm) if record else None,
+        tokens=record.tokens if record else 0,
+        lr=measured(record.lr) if record else None,
+        step_s=measured(record.step_s) if record else None,
+    )
+
+
+def measured(value: float) -> float | None:
+    """Return the value, None where the page says that it was not measured."""
+    return None if math.isnan(value) else value

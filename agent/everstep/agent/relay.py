@@ -1,0 +1,186 @@
+"""The relay between the node's clients and the coordinator.
+
+It decides nothing and keeps nothing: what was not acknowledged is repeated by who said it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import msgspec
+
+from everstep.wire.codec import check_schema
+from everstep.wire.errors import PageRefusedError, SchemaMismatchError
+from everstep.wire.exit_codes import UNAVAILABLE
+from everstep.wire.messages import (
+    Ask,
+    ClientGone,
+    ClientMessage,
+    Evidence,
+    Facts,
+    Finding,
+    FromClient,
+    Hello,
+    Link,
+    Numbered,
+    ToClient,
+    Welcome,
+)
+from everstep.wire.page import PageReader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from everstep.agent.client import Client
+    from everstep.agent.disposal import Disposal
+    from everstep.agent.findings import Findings
+    from everstep.agent.progress import Progress
+
+log = logging.getLogger(__name__)
+
+MAX_PAGES_PER_USER = 64
+
+
+class Up(Protocol):
+    """The way to the coordinator."""
+
+    @property
+    def up(self) -> bool:
+        """Whether a coordinator is reached now."""
+        ...
+
+    def send(self, message: FromClient | ClientGone) -> bool:
+        """Send, or say False: nobody is reached, and nothing is kept."""
+        ...
+
+
+class Relay:
+    """Owns the clients that have said Hello."""
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        version: str,
+        uplink: Up,
+        progress: Progress,
+        findings: Findings,
+        disposal: Disposal,
+        answer: Callable[[Literal["status", "plugins"]], Mapping[str, object]],
+        clock: Callable[[], float],
+    ) -> None:
+        self.clients: dict[str, Client] = {}
+        self.counts: Counter[str] = Counter()
+        self._node = node
+        self._version = version
+        self._uplink = uplink
+        self._progress = progress
+        self._findings = findings
+        self._disposal = disposal
+        self._answer = answer
+        self._clock = clock
+
+    # ------------------------------------------------------------------------ from below
+
+    def heard(self, client: Client, message: ClientMessage | Numbered) -> None:
+        """Take one message of a client: answer it here or hand it on."""
+        if client.hello is None:
+            self._first(client, message)
+            return
+        body = message.body if isinstance(message, Numbered) else message
+        if isinstance(body, Ask):
+            facts = msgspec.json.encode(self._answer(body.what))
+            client.send(Facts(json=facts.decode()))
+        elif client.hello.role == "cli":
+            client.fault("message that a command line does not send", type(body).__name__)
+        elif not isinstance(body, Hello) or client.hello.role == "rank":
+            self._forward(client, body, message.seq if isinstance(message, Numbered) else 0)
+
+    def gone(self, client: Client, *, died: bool) -> None:
+        """Drop a client's page and tell the coordinator that it is gone."""
+        self._progress.drop(client.id)
+        if self.clients.pop(client.id, None) is None:
+            return
+        if client.hello is not None and client.hello.role != "cli":
+            gone = ClientGone(client=client.id, peer=client.peer, died=died, at_s=self._clock())
+            self._uplink.send(gone)
+
+    # ------------------------------------------------------------------------ from above
+
+    def deliver(self, message: ToClient) -> None:
+        """Hand a message of the coordinator to its client, if that is still there."""
+        client = self.clients.get(message.client)
+        if client is None:
+            self.counts["to a client that is gone"] += 1
+            return
+        self.counts["to clients"] += 1
+        client.send(message.body)
+
+    def link_changed(self) -> None:
+        """Tell all clients whether the coordinator is reached now."""
+        for client in list(self.clients.values()):
+            client.send(Link(up=self._uplink.up))
+
+    # ------------------------------------------------------------------------------------
+
+    def _first(self, client: Client, message: ClientMessage | Numbered) -> None:
+        if not isinstance(message, Hello):
+            client.refuse(f"the first message must be Hello, not {type(message).__name__}")
+            return
+        try:
+            check_schema(message.schema, who=f"everstep {message.version or 'of the client'}")
+        except SchemaMismatchError as exc:
+            client.refuse(str(exc), exit_code=UNAVAILABLE)
+            return
+        client.hello = message
+        self.clients[client.id] = client
+        self._take_page(client, message)
+        client.send(Welcome(node=self._node, version=self._version, coordinator=self._uplink.up))
+        client.send(Link(up=self._uplink.up))
+        if message.role == "rank":
+            self._forward(client, message, 0)
+
+    def _forward(self, client: Client, body: ClientMessage, seq: int) -> None:
+        sent = self._uplink.send(FromClient(client=client.id, peer=client.peer, body=body, seq=seq))
+        self.counts["from clients" if sent else "dropped: no coordinator"] += 1
+
+    def _take_page(self, client: Client, hello: Hello) -> None:
+        fd = client.take_page_fd()
+        try:
+            if hello.role == "rank" and hello.page:
+                self._follow(client, hello, fd)
+            elif fd is not None:
+                client.fault("descriptor where none belongs")
+        except PageRefusedError as exc:
+            client.fault("page refused", str(exc))
+            self._findings.add("agent", self._refused_page(client, hello, str(exc)))
+        finally:
+            if fd is not None:
+                self._disposal.close(fd)
+
+    def _follow(self, client: Client, hello: Hello, fd: int | None) -> None:
+        if fd is None:
+            raise PageRefusedError("Hello announces a page but no descriptor came with it")
+        if self._progress.count(client.peer.uid) >= MAX_PAGES_PER_USER:
+            raise PageRefusedError(f"user {client.peer.uid} has {MAX_PAGES_PER_USER} pages already")
+        reader = PageReader(fd)
+        said = (hello.job, hello.generation, hello.rank)
+        if said != reader.place[:3]:
+            reader.close()
+            raise PageRefusedError(f"Hello says {said}, the page says {reader.place[:3]}")
+        self._progress.add(client.id, client.peer, reader)
+
+    def _refused_page(self, client: Client, hello: Hello, why: str) -> Finding:
+        peer = client.peer
+        who = f"process {peer.pid} of user {peer.uid}"
+        return Finding(
+            name="page.refused",
+            component="host" if hello.rank is None else f"rank:{hello.rank}",
+            severity="warning",
+            summary=f"the progress page of {who} was refused, so its stalls go unseen: {why}",
+            at_s=self._clock(),
+            evidence=[Evidence(at_s=self._clock(), what=why, source=who)],
+            suggested_action="use the same version of everstep in the job as in the agent",
+        )

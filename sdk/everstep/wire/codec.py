@@ -67,6 +67,8 @@ class Decoder(Generic[T]):
             raise MalformedMessageError(f"message does not fit its type: {exc}") from exc
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise MalformedMessageError(f"not MessagePack: {exc}") from exc
+        except RecursionError as exc:
+            raise MalformedMessageError("nested too deeply to be a message") from exc
 
 
 class Frames:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from everstep.wire.codec import Decoder, Frames, frame
 from everstep.wire.errors import FrameError, MalformedMessageError
-from everstep.wire.messages import Ack, AgentMessage, Link, Numbered
+from everstep.wire.messages import Ack, AgentMessage, Link, Numbered, Welcome
 from everstep.wire.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
+_OPEN_S, _CLOSE_S = 5.0, 1.0
+_MAX_QUEUED_BYTES = 8 * 1024 * 1024
 _live: weakref.WeakSet[AgentLink] = weakref.WeakSet()
 
 
@@ -41,7 +43,8 @@ class AgentLink:
 
     `hello` opens every connection, with the descriptor `page_fd` on its first byte. `greeting`
     gives what must be said each time a coordinator becomes reachable (a launcher's Join).
-    `on_message` is called on the link's thread with everything but Ack.
+    `on_message` is called on the link's thread with everything but Ack; what it or `greeting`
+    raises is logged and costs that one message.
     """
 
     def __init__(
@@ -64,11 +67,18 @@ class AgentLink:
         self._decoder: Decoder[AgentMessage] = Decoder(AgentMessage)
         self._outbox: Outbox[ClientMessage] = Outbox()
         self._queue: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._overrun = False
         self._lock = threading.Lock()
         self._drained = threading.Condition(self._lock)
         self._closing = threading.Event()
         self._first_connection = threading.Event()
-        self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        # Socket objects, not bare descriptors: a wake-up after the end hits nobody else's file.
+        self._wake_r, self._wake_w = socket.socketpair()
+        self._wake_r.settimeout(0)
+        self._wake_w.settimeout(0)
+        self._wait_s = _FIRST_RETRY_S
+        self._closed_at: float | None = None
         self._socket: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name="everstep-link", daemon=True)
         _live.add(self)
@@ -110,41 +120,51 @@ class AgentLink:
             self.flush(flush_s)
         self._closing.set()
         self._wake()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        if not self._thread.is_alive():
+            self._close_wakers()
+        elif self._thread is not threading.current_thread():
             self._thread.join(2.0)
 
     def _enqueue(self, message: ClientMessage | Numbered) -> None:
+        data = frame(message)
         with self._lock:
-            self._queue.append(frame(message))
+            # An agent that does not read is left; what was posted is repeated to the next.
+            self._overrun |= self._queued_bytes + len(data) > _MAX_QUEUED_BYTES
+            if not self._overrun:
+                self._queue.append(data)
+                self._queued_bytes += len(data)
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._wake_w, b"x")
+        # When the buffer is full the thread is about to wake anyway.
+        with contextlib.suppress(OSError):
+            self._wake_w.send(b"x")
+
+    def _close_wakers(self) -> None:
+        self._wake_r.close()
+        self._wake_w.close()
 
     def _run(self) -> None:
-        wait_s = _FIRST_RETRY_S
         rng = random.Random()
         while not self._closing.is_set():
             try:
-                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-                    self._open(sock)
-                    wait_s = _FIRST_RETRY_S
-                    self._talk(sock)
+                # Known from the first moment on, so that a fork in between closes it too.
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as self._socket:
+                    self._open(self._socket)
+                    self._talk(self._socket)
             except (OSError, FrameError) as exc:
                 self.last_error = f"{self.path}: {exc}"
             finally:
                 self.connected = self.coordinator_up = False
                 self._socket = None
-            self._closing.wait(wait_s * rng.uniform(0.5, 1.0))
-            wait_s = min(_LAST_RETRY_S, wait_s * 2)
+            self._closing.wait(self._wait_s * rng.uniform(0.5, 1.0))
+            self._wait_s = min(_LAST_RETRY_S, self._wait_s * 2)
+        self._close_wakers()
 
     def _open(self, sock: socket.socket) -> None:
-        sock.settimeout(5.0)
+        sock.settimeout(_OPEN_S)
         sock.connect(str(self.path))
-        self._socket = sock
-        with self._lock:
-            self._queue.clear()
+        self._take_queue()  # it was meant for the connection before
         hello = frame(self._hello)
         fds = [] if self._page_fd is None else [self._page_fd]
         sent = socket.send_fds(sock, [hello], fds)
@@ -159,26 +179,41 @@ class AgentLink:
         out = b""
         poll = select.poll()
         poll.register(self._wake_r, select.POLLIN)
-        while not (self._closing.is_set() and not self._queue and not out):
-            out += self._take_queue()
+        while not self._is_done(out):
+            out = out or self._take_queue()
             poll.register(sock, select.POLLIN | (select.POLLOUT if out else 0))
             for fd, events in poll.poll(1000):
-                if fd == self._wake_r:
-                    os.read(self._wake_r, 4096)
+                if fd == self._wake_r.fileno():
+                    self._wake_r.recv(4096)
                     continue
                 if events & select.POLLOUT and out:
-                    out = out[sock.send(out) :]
+                    with contextlib.suppress(BlockingIOError):
+                        out = out[sock.send(out) :]
                 if events & (select.POLLIN | select.POLLHUP | select.POLLERR):
-                    data = sock.recv(65536)
-                    if not data:
-                        raise ConnectionResetError("the agent hung up")
-                    for body in frames.feed(data):
-                        self._take(body)
+                    self._hear(sock, frames)
+
+    def _is_done(self, out: bytes) -> bool:
+        if self._overrun:
+            raise ConnectionResetError("the agent does not read what it is sent")
+        if not self._closing.is_set():
+            return False
+        self._closed_at = self._closed_at or time.monotonic()
+        late = time.monotonic() - self._closed_at > _CLOSE_S
+        return late or not (out or self._queue)
+
+    def _hear(self, sock: socket.socket, frames: Frames) -> None:
+        data = sock.recv(65536)
+        if not data:
+            raise ConnectionResetError("the agent hung up")
+        for body in frames.feed(data):
+            self._take(body)
 
     def _take_queue(self) -> bytes:
         with self._lock:
             data = b"".join(self._queue)
             self._queue.clear()
+            self._queued_bytes = 0
+            self._overrun = False
         return data
 
     def _take(self, body: bytes) -> None:
@@ -192,9 +227,14 @@ class AgentLink:
                 self._outbox.ack(message.seq)
                 self._drained.notify_all()
             return
-        if isinstance(message, Link):
-            self._set_up(up=message.up)
-        self._on_message(message)
+        if isinstance(message, Welcome):
+            self._wait_s = _FIRST_RETRY_S
+        try:
+            if isinstance(message, Link):
+                self._set_up(up=message.up)
+            self._on_message(message)
+        except Exception:  # the owner's bug must not take the rank's only line to the agent
+            log.exception("message from the agent mishandled: %s", type(message).__name__)
 
     def _set_up(self, *, up: bool) -> None:
         if not up:
@@ -205,17 +245,21 @@ class AgentLink:
             self._queue.clear()
             again = [frame(Numbered(seq=s, body=m)) for s, m in self._outbox.pending()]
             self._queue.extend(greeting + again)
+            self._queued_bytes = sum(map(len, self._queue))
             self.coordinator_up = True
         self._wake()
 
     def _forget_in_child(self) -> None:
-        # A forked DataLoader worker must not keep the agent's connection open after the rank.
-        for fd in (self._wake_r, self._wake_w):
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        # A forked DataLoader worker must not keep the agent's connection open after the rank. The
+        # link's thread is not there to let go of a lock, nor to send anything.
+        self._lock = threading.Lock()
+        self._drained = threading.Condition(self._lock)
+        self._closing = threading.Event()
+        self._closing.set()
+        self.connected = self.coordinator_up = False
+        self._close_wakers()
         if self._socket is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._socket.detach())
+            self._socket.close()
 
 
 def _after_fork_in_child() -> None:

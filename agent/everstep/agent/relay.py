@@ -166,7 +166,7 @@ class Relay:
         if self._progress.count(client.peer.uid) >= MAX_PAGES_PER_USER:
             raise PageRefusedError(f"user {client.peer.uid} has {MAX_PAGES_PER_USER} pages already")
         reader = PageReader(fd)
-        said = (hello.job, hello.generation, hello.rank)
+        said = (hello.job or "", hello.generation or 0, hello.rank or 0)
         if said != reader.place[:3]:
             reader.close()
             raise PageRefusedError(f"Hello says {said}, the page says {reader.place[:3]}")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_SNAPSHOT = re.compile(r"^s(\d{6,})-g(\d+)$")
+# One spelling each: ids are compared as text and name files.
+_SNAPSHOT = re.compile(r"s([0-9]{6}|[1-9][0-9]{6,})-g(0|[1-9][0-9]*)")
 
 
 class SnapshotId(NamedTuple):
@@ -30,7 +31,7 @@ class SnapshotId(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> SnapshotId:
         """Return the id in `text`. Raises ValueError with the form that is expected."""
-        match = _SNAPSHOT.match(text)
+        match = _SNAPSHOT.fullmatch(text)
         if not match:
             raise ValueError(f"{text!r} is not a snapshot id such as s000120-g7")
         return cls(int(match[1]), int(match[2]))

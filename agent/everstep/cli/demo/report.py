@@ -1,0 +1,125 @@
+"""The demo's outcome: `demo-report.json`, a table, and a picture of both loss curves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.table import Table
+
+from everstep.cli.demo.story import Step, curve
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+class Fault(msgspec.Struct, kw_only=True):
+    """One fault: what was done to whom, and what became of it. Times are seconds from the signal.
+
+    `resumed_s` is the first new step of all ranks; for a fault that stops nobody it is the longest
+    gap between two steps. None is "did not happen".
+    """
+
+    kind: str
+    target: str
+    detected_s: float | None = None
+    resumed_s: float | None = None
+    steps_lost: int | None = None
+    evicted: str | None = None
+    why: str = ""
+    at_s: float = msgspec.field(default=0.0, name="at_s")
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """The whole demo, in the form that scripts read."""
+
+    recovered_all: bool
+    bit_equal: bool | None
+    samples_exactly_once: bool
+    skipped_windows: list[tuple[int, int]]
+    wrong_evictions: int
+    steps: int
+    wall_s: float
+    lost_s: float
+    faults: list[Fault]
+    seed: int = 0
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that was promised held."""
+        return (
+            self.recovered_all
+            and self.bit_equal is not False
+            and self.samples_exactly_once
+            and self.wrong_evictions == 0
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the JSON file."""
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+
+
+def lost_s(faults: Sequence[Fault], step_s: float) -> float:
+    """Return the time that faults cost: each one's gap less the step that would have been."""
+    return sum(max(0.0, f.resumed_s - step_s) for f in faults if f.resumed_s is not None)
+
+
+def table(report: Report) -> Table:
+    """Return the faults as a table for the terminal."""
+    view = Table(title="What was done to the run, and what became of it", title_justify="left")
+    for column in ("fault", "target"):
+        view.add_column(column)
+    for column in ("detected", "resumed", "steps lost"):
+        view.add_column(column, justify="right")
+    view.add_column("evicted")
+    view.add_column("why", overflow="fold")
+    for fault in report.faults:
+        view.add_row(
+            fault.kind,
+            fault.target,
+            _seconds(fault.detected_s),
+            _seconds(fault.resumed_s),
+            "-" if fault.steps_lost is None else str(fault.steps_lost),
+            fault.evicted or "-",
+            fault.why,
+        )
+    return view
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"
+
+
+def picture(
+    path: Path, undisturbed: Sequence[Step], disturbed: Sequence[Step], faults: Sequence[Fault]
+) -> None:
+    """Draw both loss curves over the step, with the faults marked where they hit."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(*curve(undisturbed), color="#8c959f", linewidth=4, label="undisturbed run")
+    axes.plot(*curve(disturbed), color="#0969da", linewidth=1.4, label="run under faults")
+    for number, fault in enumerate(faults):
+        before = [s for s in disturbed if s.at_s <= fault.at_s]
+        if not before:
+            continue
+        axes.axvline(before[-1].step, color="#cf222e", linewidth=0.8, linestyle="--")
+        axes.annotate(
+            fault.kind,
+            (before[-1].step, 1.0 - 0.05 * (number % 3)),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, -10),
+            textcoords="offset points",
+            fontsize=9,
+            color="#cf222e",
+        )
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss (nats per byte)")
+    axes.set_title("The same run, undisturbed and under faults", loc="left")
+    axes.legend(loc="upper right", bbox_to_anchor=(1, 0.8))
+    axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=110)

@@ -151,7 +151,10 @@ class PageReader:
     """The agent's side: maps the page read-only after checking that nobody can shrink it."""
 
     def __init__(self, fd: int) -> None:
-        """Map the page; the descriptor is not kept. Raises PageRefusedError with the reason."""
+        """Map the page; the caller may close `fd` then. Raises PageRefusedError with the reason.
+
+        A page costs its reader one descriptor until `close`: Python's mmap keeps a copy.
+        """
         try:
             seals = fcntl.fcntl(fd, _F_GET_SEALS)
         except OSError as exc:

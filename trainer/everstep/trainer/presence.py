@@ -1,0 +1,177 @@
+"""How a rank is seen from outside: its progress page, its line to the agent, its findings."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from everstep.wire.link import AgentLink
+from everstep.wire.messages import (
+    Hello,
+    RankFinding,
+    Refused,
+    SnapshotCommitted,
+    SnapshotRejected,
+)
+from everstep.wire.page import PageWriter, Place, StepRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from everstep.trainer.place import Seat
+    from everstep.trainer.snapshot.marker import Marker
+    from everstep.trainer.step import Step
+    from everstep.wire.ids import SnapshotId
+    from everstep.wire.messages import AgentMessage, Finding, Phase
+
+log = logging.getLogger(__name__)
+
+_SEVERITIES = {"info": logging.INFO, "warning": logging.WARNING}
+
+
+class Presence:
+    """Page and link of one rank. Without an agent there is no link and findings are only logged."""
+
+    def __init__(self, seat: Seat, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._job = seat.job
+        self._rank = seat.rank
+        self._page = _page(seat)
+        self._link = _link(seat, seat.socket, self._page) if seat.socket else None
+        self._written = 0
+        self.phase: Phase = "start"
+
+    @property
+    def connected(self) -> bool:
+        """Whether an agent listens now."""
+        return self._link is not None and self._link.connected
+
+    def enter(self, phase: Phase, *, step: int | None = None) -> None:
+        """Say what this rank is doing now."""
+        self.phase = phase
+        if step is not None:
+            self._written = step
+        if self._page:
+            self._page.enter(phase, step=step)
+
+    def finished(self, step: Step) -> None:
+        """Put down the finished step (hook `progress`)."""
+        self._written = step.number
+        if self._page:
+            self._page.finished(
+                StepRecord(
+                    step.number,
+                    self._clock(),
+                    time.monotonic_ns(),
+                    step.step_s,
+                    step.data_s,
+                    step.forward_s,
+                    step.backward_s,
+                    step.update_s,
+                    step.snapshot_s,
+                    step.loss,
+                    step.grad_norm,
+                    step.tokens,
+                    step.lr,
+                )
+            )
+
+    def at_least(self, step: int) -> None:
+        """Move the step counter where no hook has: a counter that stands looks like a hang."""
+        if self._written < step:
+            self.enter(self.phase, step=step)
+
+    def report(self, finding: Finding) -> None:
+        """Log a finding and send it to the coordinator. Safe from any thread."""
+        level = _SEVERITIES.get(finding.severity, logging.ERROR)
+        log.log(level, "%s: %s", finding.name, finding.summary)
+        if self._link:
+            self._link.post(
+                RankFinding(nonce=self._job, rank=self._rank, step=self._written, finding=finding)
+            )
+
+    def committed(self, marker: Marker, folder: Path, *, write_s: float, stall_s: float) -> None:
+        """Tell the coordinator that a snapshot's marker is durable."""
+        if self._link:
+            self._link.post(
+                SnapshotCommitted(
+                    nonce=self._job,
+                    id=marker.id,
+                    step=marker.step,
+                    generation=marker.generation,
+                    path=str(folder / marker.id),
+                    world_size=marker.world_size,
+                    bytes=marker.bytes,
+                    write_s=write_s,
+                    stall_s=stall_s,
+                    samples=marker.samples,
+                    final=marker.final,
+                )
+            )
+
+    def rejected(self, id_: SnapshotId, why: str) -> None:
+        """Tell everybody that a snapshot cannot be used."""
+        log.error("snapshot %s cannot be used: %s", id_, why)
+        if self._link:
+            self._link.post(SnapshotRejected(nonce=self._job, id=str(id_), why=why))
+
+    def acknowledged(self, wait_s: float) -> bool:
+        """Return whether the coordinator has everything posted; without an agent, always."""
+        if self._link is None:
+            return True
+        return self._link.coordinator_up and self._link.flush(wait_s)
+
+    def close(self, *, flush_s: float) -> None:
+        """Flush for at most so long, hang up and drop the page."""
+        if self._link:
+            self._link.close(flush_s=flush_s)
+        if self._page:
+            self._page.close()
+            self._page = None
+
+
+def _page(seat: Seat) -> PageWriter | None:
+    place = Place(
+        seat.job,
+        seat.generation or 0,
+        seat.rank,
+        seat.world_size,
+        seat.local_rank,
+        os.getpid(),
+    )
+    try:
+        return PageWriter(place)
+    except OSError as exc:
+        log.warning("no progress page: this kernel has no sealed memory files", exc_info=exc)
+        return None
+
+
+def _link(seat: Seat, socket: Path, page: PageWriter | None) -> AgentLink:
+    hello = Hello(
+        role="rank",
+        version=version("everstep"),
+        job=seat.job or None,
+        generation=seat.generation,
+        rank=seat.rank,
+        local_rank=seat.local_rank,
+        world_size=seat.world_size,
+        page=page is not None,
+    )
+    link = AgentLink(
+        socket,
+        hello,
+        on_message=_heard,
+        greeting=lambda: [hello],
+        page_fd=page.fd if page else None,
+    )
+    link.start()
+    return link
+
+
+def _heard(message: AgentMessage) -> None:
+    if isinstance(message, Refused):
+        log.warning("the agent refused this rank: %s", message.why)

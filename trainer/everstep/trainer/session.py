@@ -1,0 +1,358 @@
+"""One training process under everstep, whoever wrote the loop.
+
+    with Session(SessionConfig(run_dir="runs/mine")) as session:
+        model = session.wrap(model)
+        session.snapshot_state({"model": model, "optimizer": optimizer})
+        for step in session.steps(1000):
+            loss = ...
+            loss.backward()
+            session.step(optimizer, loss=loss)
+
+Without everstep around it, under plain torchrun or plain python, the same script works: nobody
+watches, and it resumes from the newest good snapshot in its own folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from everstep.sdk import ConfigFile, EverstepError
+from everstep.sdk.hooks import Decision
+from everstep.trainer import ledger, rng
+from everstep.trainer.admission import admit_hooks, on_every_rank
+from everstep.trainer.agree import Agreement, Vote
+from everstep.trainer.content import Content
+from everstep.trainer.dispatch import Dispatch
+from everstep.trainer.group import Groups, leave_even_if_stuck
+from everstep.trainer.keeper import Keeper
+from everstep.trainer.order import take
+from everstep.trainer.place import Seat
+from everstep.trainer.presence import Presence
+from everstep.trainer.replicate import replicate
+from everstep.trainer.snapshot.engine import Wishes
+from everstep.trainer.step import Run, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from types import TracebackType
+
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import Optimizer
+
+    from everstep.trainer.agree import Agreed
+    from everstep.trainer.config import SessionConfig
+    from everstep.trainer.order import Range
+    from everstep.trainer.snapshot.restore import Restored
+
+log = logging.getLogger(__name__)
+
+_TEARDOWN_S = 5.0
+"""How long flushing to the agent, and taking the groups down, may each last at the end."""
+
+
+class TrainingStoppedError(EverstepError):
+    """The run ended before its last step, on all ranks alike: who stopped it and why."""
+
+
+class Session:
+    """Page, link, hooks, agreement and snapshots of one rank; use it as a context manager."""
+
+    def __init__(
+        self,
+        config: SessionConfig,
+        file: ConfigFile | None = None,
+        *,
+        hooks: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        """Read the rank's place; nothing is opened yet.
+
+        Hooks are configured by `file`, or by `hooks`, a mapping of their tables. Raises
+        ConfigError for an environment that makes no sense.
+        """
+        self.config = config
+        self.seat = Seat.from_environ(environ)
+        self._file = file or ConfigFile(Path("Session(hooks=...)"), {"hooks": dict(hooks or {})})
+        self._content = Content({}, rank=self.seat.rank)
+        self._optimizer: Optimizer | None = None
+        self._samples = 0
+        self._skip: list[Range] = list(self.seat.skip)
+        self._skips_in_a_row = 0
+        self._stall_s = 0.0
+        self._ledger: ledger.Writer | None = None
+
+    # ------------------------------------------------------------------ opening and closing
+
+    def __enter__(self) -> Self:
+        """Form the group. Raises ConfigError for a hook's table that is wrong."""
+        config, seat = self.config, self.seat
+        torch.set_num_threads(config.threads)
+        self._presence = Presence(seat)
+        report = self._presence.report
+        wishes = Wishes()
+        offers = {
+            "report": report,
+            "page": self._presence,
+            "snapshots": wishes,
+            "clock": time.time,
+        }
+        plugins = admit_hooks(self._file, offers)
+        self._groups = Groups(seat, config)
+        self.device = self._groups.device
+        self._dispatch = Dispatch(on_every_rank(plugins, report), report=report)
+        run_dir = Path(config.run_dir)
+        self._keeper = Keeper(run_dir, seat, config, self._groups, self._presence, wishes)
+        self.run = Run(seat.rank, seat.world_size, self._keeper.generation, run_dir)
+        self._agreement = Agreement(hooks=len(self._dispatch.hooks), device=self.device)
+        self._step = Step(self._agreement, rank=seat.rank, world_size=seat.world_size)
+        rng.seed(config.seed, step=0, rank=seat.rank)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Make the last snapshot durable, say goodbye and take the group down, in bounded time."""
+        if kind is None:
+            try:
+                self._finish()
+            except BaseException:
+                self._abandon(flush_s=_TEARDOWN_S)
+                raise
+            self._leave()
+        else:
+            self._abandon(flush_s=_TEARDOWN_S if issubclass(kind, EverstepError) else 0.0)
+
+    def _finish(self) -> None:
+        """Write the last snapshot if it is wanted and not there yet."""
+        done = self.run.done
+        self._presence.enter("snapshot", step=done)
+        wanted = self._keeper.wishes.at_end and bool(self._content)
+        self._keeper.finish(done, (lambda: self._take(final=True)) if wanted else None)
+        self._dispatch.fire("run_end", self.run)
+        self._presence.enter("end", step=done)
+
+    def _leave(self) -> None:
+        self._close_files(flush_s=_TEARDOWN_S)
+        if not (self._keeper.engine.close(_TEARDOWN_S) and self._groups.close(_TEARDOWN_S)):
+            log.warning("the process group does not come down; leaving without it")
+            leave_even_if_stuck()
+
+    def _abandon(self, *, flush_s: float) -> None:
+        # A group that lost a peer can stand for ever in its own teardown: it is not asked to.
+        self._close_files(flush_s=flush_s)
+        leave_even_if_stuck()
+
+    def _close_files(self, *, flush_s: float) -> None:
+        if self._ledger:
+            self._ledger.close()
+        self._presence.close(flush_s=flush_s)
+
+    # ------------------------------------------------------------------------ before training
+
+    def wrap(
+        self, model: nn.Module, *, example: tuple[Any, ...] | None = None, **options: Any
+    ) -> DistributedDataParallel:
+        """Return the model on this rank's device in DDP whose sums survive a restart bit by bit.
+
+        `example` are inputs for one discarded pass, of any shape the model takes; without it the
+        first real input is used. `options` are DDP's own.
+        """
+        return replicate(model.to(self.device), example=example, **options)
+
+    def snapshot_state(self, objects: Mapping[str, Any]) -> int:
+        """Say what snapshots hold, bring it back from the newest good one, return its step.
+
+        Each object has `state_dict()` and `load_state_dict()`, and the same state on all ranks.
+        Returns 0 at the very beginning. Raises SnapshotError when there are snapshots but none
+        that is good on all ranks.
+        """
+        self._presence.enter("restore")
+        self._content = Content(objects, rank=self.seat.rank)
+        found = self._keeper.restore(self._content)
+        if found is not None:
+            hooks = self._content.apply(found, world_size=self.seat.world_size)
+            self._dispatch.restore(hooks)
+            self.run.done = found.marker.step
+            self._samples = found.marker.samples
+            self._skip = sorted({*self._skip, *found.marker.skip_windows})
+        if self.config.ledger:
+            self._open_ledger(found)
+        return self.run.done
+
+    # --------------------------------------------------------------------------- training
+
+    def steps(self, total: int, *, batch: int = 0, warmup_steps: int = 0) -> Iterator[Step]:
+        """Yield every step that is left up to number `total`; each must end with `step(...)`.
+
+        `batch` is the number of samples per step over all ranks: `Step.indices` are then this
+        rank's global sample indices, a pure function of the step whatever failed before.
+        """
+        self.run.steps, self.run.warmup_steps = total, warmup_steps
+        self._presence.enter("first_step", step=self.run.done)
+        self._dispatch.fire("run_start", self.run)
+        self._step.lap()
+        self._step.end()
+        while self.run.done < total:
+            number = self.run.done + 1
+            self._begin(number, batch)
+            yield self._step
+            if self.run.done != number:
+                raise EverstepError(f"step {number} was left without session.step(optimizer)")
+
+    def loaded(self) -> None:
+        """Mark: this rank's samples are in memory (optional; moment `batch`)."""
+        self._step.data_s = self._step.lap()
+        self._vote(self._dispatch.fire("batch", self._step))
+
+    def forwarded(self, loss_sum: torch.Tensor, tokens: int, *, last: bool) -> None:
+        """Mark: a micro-batch's forward is done. After the `last` one the loss is on its way."""
+        step = self._step
+        step.forward_s = _plus(step.forward_s, step.lap())
+        self._agreement.add(loss_sum, tokens)
+        if last:
+            self._agreement.post()
+            self._vote(self._dispatch.fire("forward", step))
+
+    def backwarded(self, *, last: bool) -> None:
+        """Mark: a micro-batch's backward is done; after the `last` one gradients are complete."""
+        step = self._step
+        step.backward_s = _plus(step.backward_s, step.lap())
+        if last:
+            self._vote(self._dispatch.fire("backward", step))
+
+    def step(
+        self, optimizer: Optimizer, *, loss: torch.Tensor | None = None, tokens: int = 1
+    ) -> bool:
+        """Ask the hooks, agree with all ranks, update or skip, record; True when it was applied.
+
+        `loss` is this rank's mean over `tokens`, for loops that do not call `forwarded`. Gradients
+        are cleared either way. Raises TrainingStoppedError, on all ranks alike.
+        """
+        step = self._step
+        if loss is not None:
+            self._agreement.add(loss.detach() * tokens, tokens)
+            self._agreement.post()
+            self._vote(self._dispatch.fire("forward", step))
+            self._vote(self._dispatch.fire("backward", step))
+        agreed = self._agree(optimizer)
+        applied = agreed.decision is Decision.PROCEED
+        if applied:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step.update_s = step.lap()
+        step.end()
+        self._record(agreed, applied=applied)
+        return applied
+
+    # --------------------------------------------------------------------- inside a step
+
+    def _begin(self, number: int, batch: int) -> None:
+        samples, self._samples = take(self._samples, batch, self._skip)
+        self._step.begin(number, last=number == self.run.steps, samples=samples)
+        self._step.snapshot_s, self._stall_s = self._stall_s, 0.0
+
+    def _vote(self, decision: Decision) -> None:
+        self._step.decision = max(self._step.decision, decision)
+
+    def _agree(self, optimizer: Optimizer) -> Agreed:
+        step = self._step
+        if optimizer is not self._optimizer:
+            self._optimizer = optimizer
+            step.parameters = [p for g in optimizer.param_groups for p in g["params"]]
+        wishes = self._keeper.wishes
+        self._vote(self._dispatch.fire("before_update", step))
+        if not step.tokens:
+            raise EverstepError(
+                f"step {step.number}: session.step(optimizer) got no loss: pass loss=, or call "
+                "session.forwarded(..., last=True) after the last forward"
+            )
+        vote = Vote(
+            finite=step.finite,
+            decision=step.decision,
+            snapshot=wishes.asked,
+            busy=self._keeper.engine.busy,
+            failures=self._dispatch.failures(),
+        )
+        wishes.asked = False
+        agreed = self._agreement.settle(vote)
+        self._dispatch.settle(agreed.failures)
+        step.decision = agreed.decision
+        if agreed.decision is Decision.STOP:
+            raise TrainingStoppedError(f"a hook stopped the run at step {step.number}")
+        return agreed
+
+    def _record(self, agreed: Agreed, *, applied: bool) -> None:
+        step, run = self._step, self.run
+        first = self._presence.phase == "first_step"
+        run.done = step.number
+        if self._ledger:
+            self._ledger.add(ledger.Line(step.number, step.share, applied))
+        if first and self._content:
+            self._keeper.warm(self._content.tensors(self._dispatch.state()))
+        if first:
+            self._presence.enter("step")
+        self._dispatch.fire("after_update", step)
+        self._presence.at_least(step.number)
+        self._watch_skips(applied=applied, finite=agreed.finite)
+        if agreed.snapshot and self._content:
+            self._snapshot(busy=agreed.busy)
+
+    def _watch_skips(self, *, applied: bool, finite: bool) -> None:
+        self._skips_in_a_row = 0 if applied else self._skips_in_a_row + 1
+        if self._skips_in_a_row < self.config.stop_after_skips:
+            return
+        why = "loss or gradients are not finite" if not finite else "hooks skip every update"
+        raise TrainingStoppedError(
+            f"{self._skips_in_a_row} updates in a row were skipped, up to step {self.run.done}: "
+            f"{why}. Resume from a snapshot before that, with a lower learning rate or other data"
+        )
+
+    def _snapshot(self, *, busy: bool) -> None:
+        if busy and not self._keeper.wishes.wait_when_busy:
+            log.info("snapshot at step %d left out: one is in flight", self.run.done)
+            return
+        self._presence.enter("snapshot")
+        self._stall_s = self._take(final=False)
+        self._presence.enter("step")
+
+    def _take(self, *, final: bool) -> float:
+        """Take a snapshot of now and return how long that held up the loop, in seconds."""
+        begin = time.perf_counter()
+        taken = self._keeper.take(
+            self._content.tensors(self._dispatch.state()),
+            step=self.run.done,
+            samples=self._samples,
+            skip=self._skip,
+            final=final,
+        )
+        self._dispatch.fire("snapshot", taken)
+        return time.perf_counter() - begin
+
+    def _open_ledger(self, found: Restored | None) -> None:
+        seat = self.seat
+        chapter = ledger.Chapter(
+            job=seat.job,
+            generation=self.run.generation,
+            rank=seat.rank,
+            world_size=seat.world_size,
+            opened_at_s=time.time(),
+            from_step=found.marker.step if found else 0,
+            from_generation=found.marker.generation if found else None,
+            from_job=found.marker.job if found else None,
+        )
+        self._ledger = ledger.Writer(self.run.run_dir / "ledger", chapter)
+
+
+def _plus(so_far: float, more: float) -> float:
+    return more if math.isnan(so_far) else so_far + more

@@ -43,11 +43,17 @@ class Chapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True):
-    """One step of one rank; `applied` is false where all ranks skipped the update."""
+    """One step of one rank; `applied` is false where all ranks skipped the update.
+
+    `at_s` is the wall clock when the rank had finished it, `loss` the mean over all ranks, None
+    where it was not a number.
+    """
 
     step: int
     samples: list[tuple[int, int]]
     applied: bool = True
+    at_s: float = 0.0
+    loss: float | None = None
 
 
 class Writer:

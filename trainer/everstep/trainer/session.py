@@ -297,7 +297,8 @@ class Session:
         first = self._presence.phase == "first_step"
         run.done = step.number
         if self._ledger:
-            self._ledger.add(ledger.Line(step.number, step.share, applied))
+            loss = step.loss if math.isfinite(step.loss) else None
+            self._ledger.add(ledger.Line(step.number, step.share, applied, time.time(), loss))
         if first and self._content:
             self._keeper.warm(self._content.tensors(self._dispatch.state()))
         if first:

@@ -5,6 +5,7 @@ Pure functions over the lines that the ranks put down; times are wall clock of t
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ class Step:
     generation: int
     step: int
     at_s: float
-    loss: float
+    loss: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Recovery:
 
 def finished(books: Iterable[Book]) -> list[Step]:
     """Return the steps that every rank of their generation finished, in order of time."""
-    lines: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    lines: dict[tuple[int, int], list[tuple[float, float | None]]] = {}
     worlds: dict[int, int] = {}
     for book in books:
         worlds[book.chapter.generation] = book.chapter.world_size
@@ -72,7 +73,7 @@ def longest_gap(steps: Sequence[Step], start_s: float, end_s: float) -> float | 
     times = [s.at_s for s in steps]
     around = [
         later - earlier
-        for earlier, later in zip(times, times[1:], strict=False)
+        for earlier, later in itertools.pairwise(times)
         if later > start_s and earlier < end_s
     ]
     return max(around, default=None)
@@ -82,12 +83,12 @@ def median_step_s(steps: Sequence[Step]) -> float:
     """Return the median time between neighbouring steps of one generation."""
     gaps = [
         later.at_s - earlier.at_s
-        for earlier, later in zip(steps, steps[1:], strict=False)
+        for earlier, later in itertools.pairwise(steps)
         if earlier.generation == later.generation
     ]
     return statistics.median(gaps) if gaps else 0.0
 
 
-def curve(steps: Sequence[Step]) -> tuple[list[int], list[float]]:
+def curve(steps: Sequence[Step]) -> tuple[list[int], list[float | None]]:
     """Return steps and losses in order of time: a step done again goes back on itself."""
     return [s.step for s in steps], [s.loss for s in steps]

@@ -6,6 +6,7 @@ Pure functions over the lines that the ranks put down; times are wall clock of t
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -89,6 +90,7 @@ def median_step_s(steps: Sequence[Step]) -> float:
     return statistics.median(gaps) if gaps else 0.0
 
 
-def curve(steps: Sequence[Step]) -> tuple[list[int], list[float | None]]:
+def curve(steps: Sequence[Step]) -> tuple[list[int], list[float]]:
     """Return steps and losses in order of time: a step done again goes back on itself."""
-    return [s.step for s in steps], [s.loss for s in steps]
+    losses = [math.nan if s.loss is None else s.loss for s in steps]
+    return [s.step for s in steps], losses

@@ -23,7 +23,7 @@ CODE = """
     from everstep.sdk import Evidence, Finding, Reading, Seconds
 
     class ThingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-        interval_s: Seconds = 0.5
+        interval_s: Seconds = 2.0
         mode: Literal["a", "b"] = "a"
         limit: int | None = None
 
@@ -90,7 +90,7 @@ None.
 SAMPLE = """\
 [collectors.thing]
 # Seconds between two looks.
-interval_s = 0.5
+interval_s = 2.0
 # How it looks: a or b.
 mode = "a"
 # From where on it is too warm; without it nothing is.
@@ -152,7 +152,7 @@ BROKEN = {
         "field `enabled`",
     ),
     "collector has no interval": (
-        ("thing.py", "interval_s: Seconds = 0.5", "every_s: Seconds = 0.5"),
+        ("thing.py", "interval_s: Seconds = 2.0", "every_s: Seconds = 2.0"),
         "no field `interval_s`",
     ),
     "interval may be zero": (
@@ -181,8 +181,8 @@ BROKEN = {
         "sample.toml is not TOML with a table [collectors.",
     ),
     "sample shows another value": (
-        ("sample.toml", "interval_s = 0.5", "interval_s = 0.7"),
-        "sample.toml shows interval_s = 0.7, the default is 0.5",
+        ("sample.toml", "interval_s = 2.0", "interval_s = 0.7"),
+        "sample.toml shows interval_s = 0.7, the default is 2.0",
     ),
     "sample has a key that is not there": (
         ("sample.toml", 'mode = "a"', 'mood = "a"'),
@@ -230,7 +230,7 @@ BROKEN = {
     ),
     "collect takes longer than its interval": (
         ("thing.py", "self.total += 1", "time.sleep(30)"),
-        "collect() did not come back within 0.5 s",
+        "collect() did not come back within 2 s",
     ),
     "collect returns nothing": (
         ("thing.py", "self.total += 1", "return None"),

@@ -131,12 +131,12 @@ def test_a_plugin_that_hangs_in_its_constructor_is_left_behind(install: Install)
     gate = threading.Event()
     builtins.everstep_test_gate = gate  # type: ignore[attr-defined]  # only the plugin reads it
     try:
-        found = collectors(config(), deadline_s=0.3)
+        found = collectors(config(), deadline_s=2.0)
     finally:
         gate.set()
         del builtins.everstep_test_gate  # type: ignore[attr-defined]  # set above
     assert found["stuck"].state == "failed"
-    assert "did not come back from its start within 0.3 s" in found["stuck"].why
+    assert "did not come back from its start within 2 s" in found["stuck"].why
     assert found["sound"].state == "on"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,7 +52,7 @@ def test_every_beginning_has_one_end(looks: list[set[int]]) -> None:
     episodes = Episodes()
     open_now: set[str] = set()
     for at_s, keys in enumerate([*looks, set()], start=1):
-        wrong: dict[Hashable, Finding] = {
+        wrong = {
             k: Finding(name=str(k), component="host", severity="info", summary="", at_s=float(at_s))
             for k in keys
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -29,8 +29,11 @@ class Episodes:
     def __init__(self) -> None:
         self._open: dict[Hashable, Finding] = {}
 
-    def update(self, wrong: Mapping[Hashable, Finding], at_s: float) -> list[Finding]:
-        """Return what began, what got better or worse, and, `resolved`, what is over."""
+    def update(self, wrong: Mapping[Any, Finding], at_s: float) -> list[Finding]:
+        """Return what began, what got better or worse, and, `resolved`, what is over.
+
+        The keys are the caller's own: what has the same key is the same trouble.
+        """
         told = [f for key, f in wrong.items() if _news(self._open.get(key), f)]
         over = [
             msgspec.structs.replace(f, resolved=True, at_s=at_s)

@@ -17,6 +17,15 @@ from everstep.sdk import Finding, Reading, Seconds
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+# psutil's ways of saying that a file in /proc is missing or unlike what it knows.
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AssertionError,
+    NotImplementedError,
+)
 _REMOTE = ("nfs", "cifs", "smb", "ceph", "lustre", "gpfs", "beegfs", "fuse", "9p", "glusterfs")
 
 
@@ -48,8 +57,9 @@ class HostCollector:
 
     Config = HostConfig
 
-    def __init__(self, config: HostConfig) -> None:
+    def __init__(self, config: HostConfig, sys_block: Path = Path("/sys/block")) -> None:
         self._config = config
+        self._sys_block = sys_block
         self._cpu_before: dict[str, float] | None = None
         self._gap_before_s: float | None = None
         self._left_out: dict[str, int] = {}
@@ -70,8 +80,7 @@ class HostCollector:
         for name, look in self._parts.items():
             try:
                 out += look()
-            except (OSError, ValueError, LookupError, NotImplementedError):
-                # psutil's ways of saying that a file in /proc is missing or unlike what it knows.
+            except _UNREADABLE:
                 self._failures[name] += 1
         return out + parse.unseen(self._failures, self._left_out)
 
@@ -99,13 +108,13 @@ class HostCollector:
         return [mounts[m] for m in self._first("filesystem", sorted(mounts))]
 
     def _disks(self) -> list[Reading]:
-        io = psutil.disk_io_counters(perdisk=True) or {}
-        whole = [name for name in io if Path("/sys/block", name.replace("/", "!")).exists()]
+        io = psutil.disk_io_counters(perdisk=True, nowrap=False) or {}
+        whole = [name for name in io if (self._sys_block / name.replace("/", "!")).exists()]
         names = self._first("disk", parse.wanted(whole, skip=self._config.skip_disks))
         return parse.disks({name: io[name]._asdict() for name in names})
 
     def _network(self) -> list[Reading]:
-        io = psutil.net_io_counters(pernic=True)
+        io = psutil.net_io_counters(pernic=True, nowrap=False)
         names = self._first("network", parse.wanted(io, skip=self._config.skip_interfaces))
         return parse.network({name: io[name]._asdict() for name in names})
 

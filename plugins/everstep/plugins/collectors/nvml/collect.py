@@ -1,22 +1,21 @@
-"""Asks every GPU once a pass, and remembers those that are gone."""
+"""Opens the driver, asks every GPU once a pass, and opens it anew while something is amiss."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from everstep.plugins.collectors.nvml import parse
 from everstep.plugins.collectors.nvml.driver import Driver, DriverError
-from everstep.plugins.collectors.nvml.parse import Error, Gpu
+from everstep.plugins.collectors.nvml.roll import Watched, called
 from everstep.sdk import Episodes, Finding, Reading, Seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Iterable
 
-_UNREADABLE_PASSES = 3
+    from everstep.plugins.collectors.nvml.parse import Error
 
 
 class NvmlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,11 +42,7 @@ class NvmlCollector:
         self._driver: Driver | None = None
         self._closed: Error | None = None
         self._open_at_s = float("-inf")
-        self._known: dict[str, Gpu] = {}
-        self._wrong: dict[Hashable, Finding] = {}
-        self._gone: dict[str, Error] = {}
-        self._silent: Counter[str] = Counter()
-        self._dropped: Counter[str] = Counter()
+        self._roll: dict[str, Watched] = {}
         self._episodes = Episodes()
 
     def supported(self) -> str | None:
@@ -55,7 +50,7 @@ class NvmlCollector:
         self._open_when_due()
         if self._closed and self._closed.code in parse.ABSENT:
             return f"no NVIDIA driver here: {self._closed.text}"
-        if self._driver and not self._driver.handles and not self._driver.nameless:
+        if self._driver and not self._roll:
             return "the NVIDIA driver has no GPU"
         return None
 
@@ -65,44 +60,19 @@ class NvmlCollector:
         now_s = self._wall_s()
         out: list[Reading | Finding] = []
         if self._driver:
-            self._wrong = {}
             for handle in self._driver.handles:
-                readings, findings = self._judge(handle.gpu, self._driver.look(handle), now_s)
-                out += readings
-                self._wrong |= {(f.name, f.component): f for f in findings}
-        elif self._closed and (self._known or self._closed.code not in parse.ABSENT):
-            # What was wrong with the GPUs before is not better for being out of sight.
-            self._wrong["nvml.unusable"] = parse.unusable(self._closed, now_s)
-        for uuid, error in self._gone.items():
-            gpu = self._known[uuid]
-            self._wrong["gpu.lost", gpu.component] = parse.lost(gpu, error, now_s)
-            out += parse.status(gpu, "failed")
-        out += [parse.left_out(g, self._dropped[g.uuid]) for g in self._known.values()]
-        return out + self._episodes.update(self._wrong, now_s)
-
-    def _judge(
-        self, gpu: Gpu, answers: dict[str, parse.Answer], now_s: float
-    ) -> tuple[list[Reading], list[Finding]]:
-        errors = [a for a in answers.values() if isinstance(a, Error)]
-        if errors and errors[0].code in parse.GONE:
-            self._gone[gpu.uuid] = errors[0]
-            return [], []
-        self._gone.pop(gpu.uuid, None)
-        silent = len(errors) == len(answers) and not parse.UNSUPPORTED & {e.code for e in errors}
-        self._silent[gpu.uuid] = self._silent[gpu.uuid] + 1 if silent else 0
-        readings = [parse.info(gpu), *parse.readings(gpu, answers, self._dropped)]
-        findings: list[Finding] = []
-        if wanted := parse.action(answers["recovery_action"]):
-            findings.append(parse.recovery(gpu, wanted, now_s))
-        if self._silent[gpu.uuid] >= _UNREADABLE_PASSES:
-            passes = self._silent[gpu.uuid]
-            findings.append(parse.unreadable(gpu, errors[0], passes, now_s))
-        return readings + parse.status(gpu, "degraded" if findings else "ok"), findings
+                out += self._roll[handle.gpu.uuid].hear(self._driver.look(handle))
+            for watched in self._roll.values():
+                out += watched.summary(now_s)
+        # Without the driver, what was wrong with a GPU is not better for being out of sight.
+        wrong = [finding for watched in self._roll.values() for finding in watched.findings(now_s)]
+        if self._closed and (self._roll or self._closed.code not in parse.ABSENT):
+            wrong.append(parse.unusable(self._closed, now_s))
+        return [*out, *self._episodes.update({(f.name, f.component): f for f in wrong}, now_s)]
 
     def _open_when_due(self) -> None:
-        """Open the library when it is closed, and anew while a GPU is gone, silent or not there."""
-        well = self._driver and self._driver.handles and not self._gone
-        if (well and not any(self._silent.values())) or self._mono_s() < self._open_at_s:
+        amiss = not self._driver or not self._roll or any(w.trouble for w in self._roll.values())
+        if not amiss or self._mono_s() < self._open_at_s:
             return
         self._open_at_s = self._mono_s() + self._config.retry_s
         if self._driver:
@@ -112,19 +82,6 @@ class NvmlCollector:
             self._driver = Driver()
         except DriverError as exc:
             self._closed = exc.error
-            return
-        self._take_roll(self._driver)
-
-    def _take_roll(self, driver: Driver) -> None:
-        here = {handle.gpu.uuid: handle.gpu for handle in driver.handles}
-        self._known = {u: g for u, g in self._known.items() if g.named} | here
-        self._gone = {u: e for u, e in self._gone.items() if u in self._known}
-        missing = self._known.keys() - here.keys()
-        for uuid in missing:
-            self._gone.setdefault(uuid, Error(parse.GPU_IS_LOST, "it is no longer in the list"))
-        if not missing:
-            # Lost before this agent started: all that is known of it is its place in the list.
-            for index, error in driver.nameless.items():
-                gpu = Gpu(uuid=f"{parse.NAMELESS}{index}", pci="unknown")
-                self._known[gpu.uuid] = gpu
-                self._gone[gpu.uuid] = error
+        else:
+            here = [handle.gpu for handle in self._driver.handles]
+            self._roll = called(self._roll, here, self._driver.unopened)

@@ -39,8 +39,8 @@ class Handle(NamedTuple):
 class Driver:
     """An open library and the GPUs that it had when it was opened.
 
-    `nameless` are those that are in the driver's list and lost already, so that nobody knows who
-    they are: by index, with the error.
+    `unopened` are those in its list that could not be opened, so that nobody knows who they are:
+    by index, with the error.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Driver:
 
         self._nvml = pynvml
         self.handles: list[Handle] = []
-        self.nameless: dict[int, Error] = {}
+        self.unopened: dict[int, Error] = {}
         try:
             pynvml.nvmlInitWithFlags(0)
         except pynvml.NVMLError as exc:
@@ -68,7 +68,7 @@ class Driver:
                 raw = self._nvml.nvmlDeviceGetHandleByIndex(index)
                 self.handles.append(Handle(self._who(raw, version), raw))
             except self._nvml.NVMLError as exc:
-                self.nameless[index] = _error(exc)
+                self.unopened[index] = _error(exc)
 
     def _who(self, raw: Any, version: str) -> Gpu:
         pci = self._nvml.nvmlDeviceGetPciInfo(raw)

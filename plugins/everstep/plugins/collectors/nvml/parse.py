@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from everstep.sdk import Evidence, Finding, Reading, Severity
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Mapping
 
 NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND = 3, 4, 9, 12
@@ -105,11 +104,8 @@ def info(gpu: Gpu) -> Reading:
     return Reading(name="everstep.gpu.info", value=1, attributes={**gpu.attributes, **written})
 
 
-def readings(gpu: Gpu, answers: Mapping[str, Answer], dropped: Counter[str]) -> list[Reading]:
-    """Return the sane answers, None for what this GPU does not have.
-
-    What is neither is left out, and counted in `dropped` under the GPU's id.
-    """
+def readings(gpu: Gpu, answers: Mapping[str, Answer]) -> tuple[list[Reading], int]:
+    """Return the sane answers, None for what this GPU does not have, and how many were neither."""
     out: list[Reading] = []
     for key, field in FIELDS.items():
         answer = answers[key]
@@ -124,9 +120,7 @@ def readings(gpu: Gpu, answers: Mapping[str, Answer], dropped: Counter[str]) -> 
             out.append(
                 Reading(name=field.metric, value=value, unit=field.unit, attributes=attributes)
             )
-        else:
-            dropped[gpu.uuid] += 1
-    return out
+    return out, len(FIELDS) - len(out)
 
 
 def _fits(key: str, answers: Mapping[str, Answer]) -> bool:
@@ -183,14 +177,22 @@ def lost(gpu: Gpu, error: Error, at_s: float) -> Finding:
     )
 
 
-def unreadable(gpu: Gpu, error: Error, passes: int, at_s: float) -> Finding:
+def silence(answers: Mapping[str, Answer]) -> Error | None:
+    """Return why a GPU answered nothing at all, None when it did, or has none of what is asked."""
+    errors = [answer for answer in answers.values() if isinstance(answer, Error)]
+    if len(errors) < len(answers) or any(e.code in UNSUPPORTED for e in errors):
+        return None
+    return errors[0]
+
+
+def unreadable(gpu: Gpu, error: Error, at_s: float) -> Finding:
     """Return the finding for a GPU that answers nothing, for a reason that does not say why."""
     return _finding(
         gpu,
         "gpu.unreadable",
         "warning",
-        f"GPU {gpu.pci} ({gpu.uuid}) answered nothing in {passes} looks: {error.text}; in a "
-        "container this often means that its device files were taken away",
+        f"GPU {gpu.pci} ({gpu.uuid}) answers nothing: {error.text}; in a container this often "
+        "means that its device files were taken away",
         "monitor",
         Evidence(at_s=at_s, what=f"NVML error {error.code}: {error.text}", source="nvml"),
     )

@@ -11,7 +11,7 @@ from everstep.plugins.collectors.progress import parse
 from everstep.sdk import PHASES, Episodes, Finding, RankProgress, Reading, Seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Iterable
 
 
 class ProgressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class ProgressCollector:
         """Return where every rank is, and which began or ceased to stand."""
         now_s = self._wall_s()
         out: list[Reading | Finding] = []
-        wrong: dict[Hashable, Finding] = {}
+        wrong: dict[tuple[str, int, int], Finding] = {}
         for rank in self._pages():
             out += parse.readings(rank, PHASES)
             if parse.stands(rank, self._patience):

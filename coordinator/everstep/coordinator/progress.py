@@ -1,0 +1,125 @@
+"""What goes right in a job: ranks start, step, leave snapshots and finish."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from everstep.coordinator import cases, ending, facts, planning
+from everstep.wire.ids import SnapshotId
+
+if TYPE_CHECKING:
+    from everstep.coordinator.incidents import Incident
+    from everstep.coordinator.job import Job
+    from everstep.coordinator.turn import Turn
+    from everstep.wire.messages import RanksStarted, SnapshotCommitted, SnapshotRejected
+
+_NO_PAGES_S = 30.0
+
+
+def ranks_started(turn: Turn, job: Job, node: str, started: RanksStarted) -> None:
+    """A member's launcher has its ranks up."""
+    book = job.book
+    if started.generation != book.generation or node not in book.members or book.over is not None:
+        return
+    before = book.started.get(node)
+    if before is None or before.pids != started.pids:
+        turn.record(
+            facts.RanksUp(
+                at_s=turn.now_s,
+                job=book.id,
+                node=node,
+                generation=started.generation,
+                ranks=started.ranks,
+                pids=started.pids,
+            )
+        )
+
+
+def node_done(turn: Turn, job: Job, node: str, generation: int) -> None:
+    """All ranks of a node ended with 0. Once said it stays so, whatever the others do."""
+    book = job.book
+    was_member = any(g.number == generation and node in g.members for g in book.generations)
+    if book.over is not None or node in book.done or not (was_member or book.spec.adopted):
+        return
+    if turn.books.node(node).state != "healthy":
+        return  # what was shut out finishes nothing
+    turn.record(facts.NodeDone(at_s=turn.now_s, job=book.id, node=node, generation=generation))
+    left = [m for m in book.members if m not in book.done]
+    if not left:
+        ending.end(turn, job, "done", 0, f"all {len(book.members)} nodes finished")
+    elif generation < book.generation and node in book.members:
+        why = f"{node} had finished generation {generation} before"
+        planning.ask(turn, job, why, asked_by="membership")
+        planning.advance(turn, job)
+
+
+def snapshot_taken(turn: Turn, job: Job, node: str, taken: SnapshotCommitted) -> str | None:
+    """Enter a snapshot into the catalogue; return why not, None when it counts."""
+    book = job.book
+    try:
+        said = SnapshotId.parse(taken.id)
+    except ValueError as exc:
+        return str(exc)
+    if said != (taken.step, taken.generation):
+        return f"{taken.id} is not the id of step {taken.step}, generation {taken.generation}"
+    known = taken.generation in (g.number for g in book.generations)
+    if not known and taken.generation != book.spec.adopted:
+        return f"{taken.id}: job {book.id} has no generation {taken.generation}"
+    if book.over is not None or taken.id in book.snapshots:
+        return None
+    fields = {name: getattr(taken, name) for name in _SNAPSHOT_FIELDS}
+    turn.record(facts.SnapshotTaken(at_s=turn.now_s, job=book.id, node=node, **fields))
+    job.top_step = max(job.top_step, taken.step)
+    if taken.generation == book.generation:
+        planning.consider_growth(turn, job, at_snapshot=True)
+    return None
+
+
+def snapshot_rejected(turn: Turn, job: Job, rejected: SnapshotRejected) -> None:
+    """A snapshot did not load: no later plan names it."""
+    book = job.book
+    if rejected.id in book.suspects or rejected.id not in book.snapshots or book.over is not None:
+        return
+    turn.record(
+        facts.SnapshotSuspected(at_s=turn.now_s, job=book.id, id=rejected.id, why=rejected.why)
+    )
+
+
+def watch_resumption(turn: Turn, job: Job) -> None:
+    """Close the incidents that a generation has recovered from: all its ranks step again."""
+    book = job.book
+    if book.plan is None or book.replan is not None or len(book.started) < len(book.members):
+        return
+    open_ones = [i for i in _incidents(job) if i.closed_at_s is None]
+    if not open_ones:
+        return
+    if job.stepping(turn.now_s):
+        for incident in open_ones:
+            cases.close(
+                turn, incident, resumed_at_s=turn.now_s, steps_lost=_steps_lost(job, incident)
+            )
+    elif turn.now_s - book.committed_at_s > _NO_PAGES_S and not any(job.ranks(turn.now_s)):
+        for incident in open_ones:  # ranks that tell nothing of their steps
+            cases.close(turn, incident)
+
+
+def _incidents(job: Job) -> list[Incident]:
+    numbers = [g for g in job.book.incidents if g < job.book.generation]
+    found = [cases.of_generation(job, g) for g in numbers[-_RECENT:]]
+    return [incident for incident in found if incident is not None]
+
+
+def _steps_lost(job: Job, incident: Incident) -> int | None:
+    failure = next((f for f in job.book.failures if f.generation == incident.generation), None)
+    if failure is None or failure.reached is None or job.book.plan is None:
+        return None
+    resume = job.book.plan.resume
+    from_step = SnapshotId.parse(resume[0]).step if resume else 0
+    return max(0, failure.reached - from_step)
+
+
+_RECENT = 50
+_SNAPSHOT_FIELDS = (
+    "id", "step", "generation", "path", "world_size", "bytes", "write_s", "stall_s", "samples",
+    "final",
+)  # fmt: skip

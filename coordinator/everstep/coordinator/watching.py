@@ -1,0 +1,88 @@
+"""Applies the rules of silence and standstill to one job. Decides nothing, only finds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from everstep.coordinator import cases
+from everstep.coordinator.silence import Loss, Seen, SilentNode, Standstill, lost, standstill
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from everstep.coordinator.incidents import Clue
+    from everstep.coordinator.job import Job
+
+_VANISHED_S = 0.5
+
+
+def losses(job: Job, now_s: float) -> Iterator[Loss]:
+    """Yield the members that are lost by what is known now."""
+    book = job.book
+    if book.over is not None or book.generation == 0:
+        return
+    silent = [node for node in book.members if job.nodes.away_since(node, now_s) is not None]
+    for node in silent:
+        if not _still_ours(job, node):
+            continue
+        clues = _clues(job, now_s)
+        if any(c.kind == "lost" and c.node == node for c in clues):
+            continue  # known, whatever was decided about it
+        loss = lost(
+            _silent(job, node, now_s),
+            [seen for seen in job.ranks(now_s) if seen.node != node],
+            [c for c in clues if c.kind != "lost"],
+            expected_peers=_expected(job, silent),
+            now_s=now_s,
+            rules=job.config.silence,
+        )
+        if loss is not None:
+            yield loss
+
+
+def stands(job: Job, now_s: float) -> Standstill | None:
+    """Return that a job stands still, unless a failure of it is being dealt with anyway."""
+    book = job.book
+    if book.over is not None or book.replan is not None or len(book.started) < len(book.members):
+        return None
+    if _first_moves(job, now_s) or cases.of_generation(job) is not None:
+        return None
+    ranks: list[Seen] = list(job.ranks(now_s))
+    return standstill(ranks, expected=book.world_size, now_s=now_s, rules=job.config.silence)
+
+
+def _still_ours(job: Job, node: str) -> bool:
+    seat = job.book.seats.get(node)
+    present = seat is not None and seat.left_at_s is None
+    return present and node not in job.book.done and job.books.node(node).state == "healthy"
+
+
+def _silent(job: Job, node: str, now_s: float) -> SilentNode:
+    since_s = job.nodes.away_since(node, now_s)
+    return SilentNode(
+        node=node,
+        since_s=now_s if since_s is None else since_s,
+        closed=job.nodes.connected(node) is None,
+        ranks=job.last_ranks(node),
+    )
+
+
+def _clues(job: Job, now_s: float) -> list[Clue]:
+    incident = cases.of_generation(job)
+    told = list(incident.clues) if incident is not None else []
+    # A process that its agent saw end, while its launcher has not said how, explains others too.
+    unsaid = [
+        c for c in job.vanished if c.rank not in job.book.down and now_s - c.at_s > _VANISHED_S
+    ]
+    return told + unsaid
+
+
+def _expected(job: Job, silent: list[str]) -> int:
+    seats = job.book.seats
+    return sum(seats[n].local_world_size for n in job.book.members if n not in silent)
+
+
+def _first_moves(job: Job, now_s: float) -> bool:
+    """Return whether the first rank that can be seen moves: the cheap look at a healthy job."""
+    first = next(job.ranks(now_s), None)
+    return first is None or first.progress.standing_s < job.config.silence.hang_s

@@ -37,11 +37,13 @@ def differences(left: Path, right: Path) -> list[str]:
 
 def newest(snapshots: Path) -> Path | None:
     """Return the finished snapshot with the highest step in a run's folder, None without one."""
-    found = []
-    for folder in snapshots.glob("s*-g*"):
-        if (folder / marker.NAME).exists():
-            found.append((marker.read(folder).step, marker.read(folder).generation, folder))
-    return max(found)[2] if found else None
+    finished = [f for f in snapshots.glob("s*-g*") if (f / marker.NAME).exists()]
+    return max(finished, key=_age, default=None)
+
+
+def _age(folder: Path) -> tuple[int, int]:
+    found = marker.read(folder)
+    return found.step, found.generation
 
 
 def _all_of_them(_: str) -> bool:

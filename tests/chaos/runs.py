@@ -121,27 +121,33 @@ class Weather:
         again_s = self._rng.uniform(1, 5)
         if all(p.poll() is not None for p in self._launchers()):
             return
-        match kind:
-            case "rank":
-                self._kill_rank(node)
-            case "launcher":
-                self._kill_launcher(node, again_s)
-            case "agent" if node.agent is not None and node.agent.poll() is None:
-                self._cluster.kill_agent(node)
-                self.killed[kind] += 1
-                self._later(again_s, lambda: self._cluster.start_agent(node))
-            case "coordinator":
-                coordinator = self._cluster.coordinator
-                if coordinator is not None and coordinator.poll() is None:
-                    self._cluster.kill_coordinator()
-                    self.killed[kind] += 1
-                    self._later(again_s, self._cluster.start_coordinator)
+        if kind == "rank":
+            self._kill_rank(node)
+        elif kind == "launcher":
+            self._kill_launcher(node, again_s)
+        elif kind == "agent":
+            self._kill_agent(node, again_s)
+        else:
+            self._kill_coordinator(again_s)
 
     def _kill_rank(self, node: Node) -> None:
         ranks = rank_pids(node)
         if ranks:
             os.kill(self._rng.choice(ranks), signal.SIGKILL)
             self.killed["rank"] += 1
+
+    def _kill_agent(self, node: Node, again_s: float) -> None:
+        if node.agent is not None and node.agent.poll() is None:
+            self._cluster.kill_agent(node)
+            self.killed["agent"] += 1
+            self._later(again_s, lambda: self._cluster.start_agent(node))
+
+    def _kill_coordinator(self, again_s: float) -> None:
+        coordinator = self._cluster.coordinator
+        if coordinator is not None and coordinator.poll() is None:
+            self._cluster.kill_coordinator()
+            self.killed["coordinator"] += 1
+            self._later(again_s, self._cluster.start_coordinator)
 
     def _kill_launcher(self, node: Node, again_s: float) -> None:
         for launcher in node.launchers.values():

@@ -202,7 +202,7 @@ BROKEN = {
     ),
     "constructor asks for what is not on offer": (
         ("thing.py", "config, pages", "config, moon"),
-        "asks for moon; on offer here: pages",
+        "asks for moon; on offer here: clock, pages",
     ),
     "constructor raises": (
         ("thing.py", "self.config = config", "raise OSError('no sensor')"),

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,15 @@ SOUND = """
 """
 
 
+OFFERS: dict[str, object] = {"clock": time.time, "pages": list}
+
+
 def config(**tables: Any) -> ConfigFile:
     return ConfigFile(Path("everstep.toml"), {"collectors": tables})
 
 
 def collectors(file: ConfigFile, **options: Any) -> dict[str, Admitted]:
-    return {a.name: a for a in admit(file, "collectors", {"pages": list}, **options)}
+    return {a.name: a for a in admit(file, "collectors", OFFERS, **options)}
 
 
 def test_a_plugin_from_another_package_is_found_validated_and_made(install: Install) -> None:
@@ -55,9 +59,9 @@ def test_a_plugin_from_another_package_is_found_validated_and_made(install: Inst
 
 def test_what_has_a_default_is_given_only_where_it_is_on_offer(install: Install) -> None:
     install(SOUND, {"collectors": {"sound": "Sound"}})
-    (without,) = (a for a in admit(config(), "collectors", {"pages": 1}) if a.name == "sound")
+    (without,) = (a for a in admit(config(), "collectors", OFFERS) if a.name == "sound")
     (with_,) = (
-        a for a in admit(config(), "collectors", {"pages": 1, "more": 8}) if a.name == "sound"
+        a for a in admit(config(), "collectors", {**OFFERS, "more": 8}) if a.name == "sound"
     )
     assert (without.plugin.more, with_.plugin.more) == (7, 8)
 
@@ -85,7 +89,7 @@ BROKEN = {
     ),
     "asks for what nobody has": (
         SOUND.replace("pages, more=7", "moon").replace("= config, pages, more", "= 1, 2, 3"),
-        "TypeError: asks for moon; on offer here: pages",
+        "TypeError: asks for moon; on offer here: clock, pages",
     ),
     "raises in its constructor": (
         SOUND.replace("self.config, self.pages, self.more", "raise OSError('no sensor')  #"),
@@ -187,7 +191,7 @@ def test_a_table_for_a_plugin_that_is_not_installed_is_an_error() -> None:
 
 def test_nobody_takes_the_name_of_a_built_in_plugin(install: Install) -> None:
     dist = install(SOUND, {"collectors": {"host": "Sound"}}, dist="aaa")
-    both = [a for a in admit(config(), "collectors", {"pages": list}) if a.name == "host"]
+    both = [a for a in admit(config(), "collectors", OFFERS) if a.name == "host"]
     assert [(a.source, a.state) for a in both] == [("everstep", "on"), (dist, "failed")]
     assert "the name is taken by the plugin of everstep" in both[1].why
     assert installed("collectors")["host"].module == "everstep.plugins.collectors.host"

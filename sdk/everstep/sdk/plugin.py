@@ -1,11 +1,12 @@
 """What each kind of plugin is: one verb, and a `Config` that is validated before it runs.
 
 A plugin class has a `Config` (a frozen msgspec Struct whose defaults are the shipped behaviour)
-and an `__init__(self, config, ...)`. Further parameters of `__init__` are what it asks for by name
-(`pages`, ...): the part that loads it hands these over or refuses with the list of what it offers;
-one that has a default is left out where it is not on offer. Plugins of the daemons are called in a
-thread of their own each, never two calls at once, so they may block; a call that does not come
-back is reported and not repeated until it does.
+and an `__init__(self, config, ...)`. Further parameters of `__init__` are what it asks for by name:
+the part that loads it hands these over or refuses with the list of what it offers; one that has a
+default is left out where it is not on offer. The agent offers `clock` (wall clock, seconds) and
+`pages` (a function that returns every local rank's `RankProgress`). Plugins of the daemons are
+called in a thread of their own each, never two calls at once, so they may block; a call that does
+not come back is reported and not repeated until it does.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ def _kind_of_class(cls: type) -> Kind:
 
 def stand_ins(kind: Kind) -> dict[str, object]:
     """Return what a constructor of this kind may ask for, each with nothing behind it."""
-    if kind == "collectors":
-        return {"pages": list}
+    if kind in ("collectors", "detectors"):
+        return {"clock": time.time, "pages": list}
     if kind == "hooks":
         return {
             "report": lambda finding: None,  # noqa: ARG005  the name is part of the interface

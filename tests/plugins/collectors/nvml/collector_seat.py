@@ -23,7 +23,7 @@ def main() -> None:
     collector = NvmlCollector(
         NvmlCollector.Config(retry_s=float(sys.argv[1])),
         mono_s=lambda: now_s,
-        wall_s=lambda: 1e9 + now_s,
+        clock=lambda: 1e9 + now_s,
     )
     for line in sys.stdin:
         verb, text = line.split()

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_TAKEN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
 
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How loud a decision is. `sample.toml` says it in the operator's words."""
@@ -28,5 +30,8 @@ class LogAction:
         self._level = logging.getLevelNamesMapping()[config.level.upper()]
 
     def act(self, decision: Mapping[str, object]) -> None:
-        """Write the decision, whatever fields it has."""
-        log.log(self._level, "decided", extra={f"decision_{k}": v for k, v in decision.items()})
+        """Write the decision, whatever fields it has; those without a value are left out."""
+        fields = {k: v for k, v in decision.items() if v is not None and v != []}
+        # logging refuses the names of its own fields.
+        extra = {f"decision_{k}" if k in _TAKEN else k: v for k, v in fields.items()}
+        log.log(self._level, "decided", extra=extra)

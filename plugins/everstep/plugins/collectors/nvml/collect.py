@@ -33,12 +33,12 @@ class NvmlCollector:
     def __init__(
         self,
         config: NvmlConfig,
+        clock: Callable[[], float],
         mono_s: Callable[[], float] = time.monotonic,
-        wall_s: Callable[[], float] = time.time,
     ) -> None:
         self._config = config
         self._mono_s = mono_s
-        self._wall_s = wall_s
+        self._clock = clock
         self._driver: Driver | None = None
         self._closed: Error | None = None
         self._open_at_s = float("-inf")
@@ -57,7 +57,7 @@ class NvmlCollector:
     def collect(self) -> Iterable[Reading | Finding]:
         """Return the readings of every GPU, and what began or ended since the pass before."""
         self._open_when_due()
-        now_s = self._wall_s()
+        now_s = self._clock()
         out: list[Reading | Finding] = []
         if self._driver:
             for handle in self._driver.handles:

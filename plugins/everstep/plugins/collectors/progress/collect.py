@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -31,11 +30,11 @@ class ProgressCollector:
     def __init__(
         self,
         config: ProgressConfig,
+        clock: Callable[[], float],
         pages: Callable[[], list[RankProgress]],
-        wall_s: Callable[[], float] = time.time,
     ) -> None:
         self._pages = pages
-        self._wall_s = wall_s
+        self._clock = clock
         self._episodes = Episodes()
         self._patience = parse.Patience(
             config.standing_least_s, config.standing_factor, config.standing_unlearned_s
@@ -43,7 +42,7 @@ class ProgressCollector:
 
     def collect(self) -> Iterable[Reading | Finding]:
         """Return where every rank is, and which began or ceased to stand."""
-        now_s = self._wall_s()
+        now_s = self._clock()
         out: list[Reading | Finding] = []
         wrong: dict[tuple[str, int, int], Finding] = {}
         for rank in self._pages():

@@ -2,4 +2,5 @@
 
 from everstep.cli.main import main
 
-main()
+if __name__ == "__main__":
+    main()

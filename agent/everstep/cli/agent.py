@@ -7,17 +7,12 @@ from typing import Annotated
 
 import typer
 
-from everstep.agent import daemon
-from everstep.agent.config import DEFAULT_LISTEN, Overrides
+from everstep.cli.options import ConfigPath
 
 
 def agent(
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="Configuration file (TOML). Default: /etc/everstep/everstep.toml if it exists.",
-        ),
-    ] = None,
+    *,
+    config: ConfigPath = None,
     node: Annotated[
         str | None, typer.Option(help="This node's name, unique in the cluster. Default: hostname.")
     ] = None,
@@ -32,8 +27,8 @@ def agent(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help=f"Where /metrics and /healthz are served; port 0 takes a free one. "
-            f"Default: {DEFAULT_LISTEN}.",
+            help="Where /metrics and /healthz are served; port 0 takes a free one. "
+            "Default: 127.0.0.1:9464.",
         ),
     ] = None,
     coordinator: Annotated[
@@ -55,9 +50,18 @@ def agent(
     It runs until SIGTERM or Ctrl-C. It needs no coordinator to start: it looks for one for as long
     as it takes. Options win over the file's table [agent].
 
-    Exit codes: 0 stopped; 64 wrong arguments or configuration; 69 it cannot run here (socket or
-    port taken).
+    Examples:
+        everstep agent --with-coordinator         all that a single machine needs
+        everstep agent --coordinator head:7070    a node of a cluster
+
+    Exit codes:
+        0   stopped by SIGTERM or Ctrl-C
+        64  wrong arguments or configuration
+        69  it cannot run here, e.g. socket or port taken
     """
+    from everstep.agent import daemon
+    from everstep.agent.config import Overrides
+
     if with_coordinator and coordinator:
         raise typer.BadParameter(
             "--with-coordinator is its own coordinator: leave --coordinator out"

@@ -1,0 +1,124 @@
+"""How facts are printed: JSON as it came, or columns; colours and fitting on a terminal only."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Styled(NamedTuple):
+    """A text with a rich style, which only a terminal gets to see."""
+
+    text: str
+    style: str
+
+
+Cell = str | Styled
+
+_STYLES = {
+    "healthy": "green",
+    "running": "green",
+    "done": "green",
+    "on": "green",
+    "ok": "green",
+    "testing": "yellow",
+    "silent": "yellow",
+    "cordoned": "yellow",
+    "forming": "yellow",
+    "warn": "yellow",
+    "warning": "yellow",
+    "unsupported": "dim",
+    "off": "dim",
+    "evicted": "red",
+    "broken": "red",
+    "failed": "red",
+    "failing": "red",
+    "hung": "red",
+    "missing": "red",
+    "error": "red",
+    "fatal": "red",
+}
+
+
+def state(word: str) -> Styled:
+    """Return a state in its colour."""
+    return Styled(word, _STYLES.get(word, ""))
+
+
+def as_json(facts: Any) -> None:
+    """Print facts for a program."""
+    print(json.dumps(facts, indent=2))
+
+
+def printable(text: str) -> str:
+    r"""Return text on one line, with nothing in it that a terminal would obey.
+
+    >>> printable("a\nb"), printable("\x1b[2Jx")
+    ('a b', '\\x1b[2Jx')
+    """
+    line = " ".join(text.split("\n"))
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time in the unit that a person would use.
+
+    >>> duration(0.25), duration(42), duration(600), duration(7300), duration(200000)
+    ('0.25 s', '42.0 s', '10 min', '2.0 h', '2.3 d')
+    """
+    for unit, length, digits in (("d", 86400, 1), ("h", 3600, 1), ("min", 60, 0)):
+        if seconds >= 2 * length or (unit != "d" and seconds >= 3 * length):
+            return f"{seconds / length:.{digits}f} {unit}"
+    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def say(line: str = "", *, style: str = "") -> None:
+    """Print one line."""
+    text = printable(line)
+    if not style or not sys.stdout.isatty():
+        print(text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(highlight=False).print(Text(text, style), soft_wrap=True)
+
+
+def verbatim(text: str, *, indent: str = "  ") -> None:
+    """Print text of several lines, such as a traceback, without what a terminal would obey."""
+    for line in text.splitlines():
+        print(f"{indent}{printable(line)}".rstrip())
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+    """Print rows in columns. In a pipe nothing is cut and nothing is coloured."""
+    if sys.stdout.isatty():
+        _fitted(heads, rows)
+        return
+    cells = [list(heads), *([printable(_text(cell)) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        padded = (text.ljust(width) for text, width in zip(row, widths, strict=True))
+        print("  ".join(padded).rstrip())
+
+
+def _fitted(heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+    # Only here: rich takes as long to import as everything else together.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(*heads, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for row in rows:
+        grid.add_row(*(Text(printable(_text(c)), _style(c), overflow="fold") for c in row))
+    Console(highlight=False).print(grid)
+
+
+def _text(cell: Cell) -> str:
+    return cell.text if isinstance(cell, Styled) else cell
+
+
+def _style(cell: Cell) -> str:
+    return cell.style if isinstance(cell, Styled) else ""

@@ -9,6 +9,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from opentelemetry.semconv._incubating.attributes import (
+    cpu_attributes,
+    disk_attributes,
+    hw_attributes,
+    network_attributes,
+    system_attributes,
+)
 from opentelemetry.semconv._incubating.metrics import hw_metrics, system_metrics
 
 from everstep.sdk.door import KINDS, Kind, installed
@@ -47,7 +54,8 @@ def test_it_keeps_the_contract(kind: Kind, name: str) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), ALL)
 def test_it_has_tests_of_its_own(kind: Kind, name: str) -> None:
-    assert list((ROOT / "tests" / "plugins" / kind / name).glob("test_*.py"))
+    here = ROOT / "tests" / "plugins" / kind
+    assert [*here.glob(f"test_{name}*.py"), *here.glob(f"{name}/test_*.py")]
 
 
 @pytest.mark.parametrize(("kind", "name"), ALL)
@@ -75,6 +83,18 @@ def _convention(module: ModuleType) -> dict[str, tuple[str, bool]]:
 
 
 CONVENTIONS = _convention(system_metrics) | _convention(hw_metrics)
+ATTRIBUTES = {
+    value
+    for module in (
+        cpu_attributes,
+        disk_attributes,
+        hw_attributes,
+        network_attributes,
+        system_attributes,
+    )
+    for name, value in vars(module).items()
+    if name.isupper()
+}
 
 
 @pytest.mark.parametrize(("kind", "name"), ALL)
@@ -85,6 +105,8 @@ def test_a_metric_has_the_conventions_name_and_unit_or_a_name_of_our_own(
     for metric, row in metrics(readme).items():
         if not metric.startswith("everstep."):
             assert CONVENTIONS[metric] == (row.unit, row.counter), metric
+        for attribute in row.attributes:
+            assert attribute.startswith("everstep.") or attribute in ATTRIBUTES, metric
 
 
 # ------------------------------------------------------------------- the table of all plugins

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,11 @@ def python(package: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def pytest_of(package: Path) -> subprocess.CompletedProcess[str]:
     return python(package, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--doctest-modules", ".")
+
+
+@pytest.mark.parametrize("package", ["everstep.sdk", "everstep.wire"])
+def test_a_strangers_type_checker_reads_our_types(package: str) -> None:
+    assert resources.files(package).joinpath("py.typed").is_file()
 
 
 ADMIT = """

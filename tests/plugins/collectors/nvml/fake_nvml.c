@@ -5,7 +5,8 @@
  * State: the file named by $FAKE_NVML_STATE, one key=value a line, read anew at every call:
  *   init=9           what nvmlInit returns               gpus=0 2      the GPUs in the list
  *   2.error=15       every call for GPU 2 returns this   2.power=71000 what a call answers
- *   2.power.error=3  this call returns this              2.hang=1      calls do not come back
+ *   2.power.error=3  this call returns this              2.hang=1      no call comes back
+ *   2.power.hang=1   this call does not come back
  * The declarations restate the driver's public interface as far as it is used here.
  */
 #include <stdio.h>
@@ -35,7 +36,7 @@ static double of(device d, const char *what, const char *suffix, double otherwis
 }
 
 static ret answer(device d, const char *what, double otherwise, double *value) {
-  while (of(d, "hang", "", 0)) usleep(10000);
+  while (of(d, "hang", "", 0) || of(d, what, ".hang", 0)) usleep(10000);
   if (of(d, "error", "", 0)) return (ret)of(d, "error", "", 0);
   *value = of(d, what, "", otherwise);
   return (ret)of(d, what, ".error", 0);

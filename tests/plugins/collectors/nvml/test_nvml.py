@@ -178,6 +178,11 @@ def test_the_contract_is_kept_with_a_driver(seat: Seat) -> None:
     assert seat.broken_rules() == []
 
 
+def test_a_call_that_the_driver_never_answers_is_seen_by_whoever_calls(seat: Seat) -> None:
+    seat.set(gpu0_power_hang=1)
+    assert seat.broken_rules() == ["collect() did not come back within 1 s"]
+
+
 @pytest.mark.parametrize(
     ("call", "metric"),
     [

@@ -75,9 +75,9 @@ class Frames:
     r"""Cuts a byte stream into frames; feed it whatever arrives.
 
     >>> f = Frames()
-    >>> list(f.feed(b"\\x01\\x00"))
+    >>> list(f.feed(b"\x01\x00"))
     []
-    >>> [bytes(b) for b in f.feed(b"\\x00\\x00a")]
+    >>> [bytes(b) for b in f.feed(b"\x00\x00a")]
     [b'a']
     """
 

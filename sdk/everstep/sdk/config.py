@@ -22,7 +22,14 @@ DEFAULT_PATHS = (Path("/etc/everstep/everstep.toml"),)
 
 
 class ConfigError(EverstepError):
-    """The configuration cannot be used: file, table, key and what is allowed."""
+    """The configuration cannot be used: file, table, key and what is allowed.
+
+    `key` is the key of the table that is to blame, dotted, None where it is not one alone.
+    """
+
+    def __init__(self, text: str, *, key: str | None = None) -> None:
+        super().__init__(text)
+        self.key = key
 
 
 class _NoFileError(ConfigError):
@@ -93,7 +100,7 @@ def convert(raw: Mapping[str, Any], type_: type[T], *, where: str) -> T:
         text = re.sub(r" - at `\$.*`$", "", str(exc))
         at = f" key {found[1]!r}:" if found else ""
         allowed = _choices(type_, found[1]) if found else ""
-        raise ConfigError(f"{where}:{at} {text}{allowed}") from exc
+        raise ConfigError(f"{where}:{at} {text}{allowed}", key=found and found[1]) from exc
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -115,7 +122,8 @@ def _refuse_unknown_keys(
         if key not in known:
             raise ConfigError(
                 f"{where}: unknown key {prefix + key!r}{_hint(key, known)}; known keys: "
-                f"{', '.join(known) or 'none'}"
+                f"{', '.join(known) or 'none'}",
+                key=prefix + key,
             )
     for one in msgspec.structs.fields(type_):
         inner = raw.get(one.encode_name)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import queue
-import threading
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from everstep.sdk.config import ConfigError, ConfigFile, convert
-from everstep.sdk.plugin import Action, Collector, Detector, Notifier, Supported
+from everstep.sdk.deadline import within
+from everstep.sdk.plugin import Action, Collector, Detector, Notifier, Plugin, Supported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -99,6 +98,33 @@ def load(kind: Kind, point: EntryPoint) -> type:
     return cls
 
 
+def table(file: ConfigFile, kind: Kind, name: str) -> tuple[bool, dict[str, object]]:
+    """Return whether a plugin is on, and its table without that. Raises ConfigError."""
+    where = f"{file.where}: [{kind}.{name}]"
+    found = file.tables.get(kind, {}).get(name, {})
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where} must be a table, not {found!r}")
+    rest = {key: value for key, value in found.items() if key != "enabled"}
+    enabled = found.get("enabled", True)
+    if not isinstance(enabled, bool):
+        raise ConfigError(f"{where}: key 'enabled': Expected `bool`, got {enabled!r}")
+    return enabled, rest
+
+
+def configure(file: ConfigFile, kind: Kind, name: str, cls: type[Plugin]) -> msgspec.Struct:
+    """Return a plugin's table as the `Config` of its class.
+
+    Raises ConfigError for a wrong table and TypeError for defaults that are none.
+    """
+    _, found = table(file, kind, name)
+    try:
+        return convert(found, cls.Config, where=f"{file.where}: [{kind}.{name}]")
+    except ConfigError as exc:
+        if found:
+            raise
+        raise TypeError(f"its defaults do not form a valid Config: {exc}") from exc
+
+
 def make(cls: Callable[..., Any], config: msgspec.Struct, offers: Mapping[str, object]) -> Any:
     """Return an instance with what its constructor asks for by name.
 
@@ -131,15 +157,14 @@ def _admit(
     offers: Mapping[str, object],
     deadline_s: float,
 ) -> Admitted:
-    where = f"{file.where}: [{kind}.{point.name}]"
-    enabled, table = _table(file, kind, point.name, where)
+    enabled, _ = table(file, kind, point.name)
     seen = Admitted(kind, point.name, _source(point), "failed")
     if not enabled:
         return replace(seen, state="off", why="enabled = false")
 
     def let_in() -> Admitted:
         cls: Any = load(kind, point)
-        config = _configure(cls, table, where)
+        config = configure(file, kind, point.name, cls)
         plugin = make(cls, config, offers)
         why = plugin.supported() if isinstance(plugin, Supported) else None
         state: State = "on" if why is None else "unsupported"
@@ -147,48 +172,8 @@ def _admit(
 
     try:
         # A rank has nobody else to serve, and a hook may need the thread that trains.
-        return let_in() if kind == "hooks" else _within(deadline_s, let_in)
+        return let_in() if kind == "hooks" else within(deadline_s, let_in)
     except ConfigError:
         raise
     except (Exception, SystemExit) as exc:  # noqa: BLE001  a stranger's code may raise anything
         return replace(seen, why=f"{type(exc).__name__}: {exc}")
-
-
-def _table(file: ConfigFile, kind: Kind, name: str, where: str) -> tuple[bool, dict[str, object]]:
-    table = file.tables.get(kind, {}).get(name, {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where} must be a table, not {table!r}")
-    rest = {key: value for key, value in table.items() if key != "enabled"}
-    enabled = table.get("enabled", True)
-    if not isinstance(enabled, bool):
-        raise ConfigError(f"{where}: key 'enabled': Expected `bool`, got {enabled!r}")
-    return enabled, rest
-
-
-def _configure(cls: Any, table: dict[str, object], where: str) -> msgspec.Struct:
-    try:
-        config: msgspec.Struct = convert(table, cls.Config, where=where)
-    except ConfigError as exc:
-        if table:
-            raise
-        raise TypeError(f"its defaults do not form a valid Config: {exc}") from exc
-    return config
-
-
-def _within(deadline_s: float, call: Callable[[], Admitted]) -> Admitted:
-    box: queue.SimpleQueue[Admitted | BaseException] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            box.put(call())
-        except BaseException as exc:  # noqa: BLE001  handed over to the caller, which judges it
-            box.put(exc)
-
-    threading.Thread(target=run, name="everstep-door", daemon=True).start()
-    try:
-        outcome = box.get(timeout=deadline_s)
-    except queue.Empty:
-        raise TimeoutError(f"did not come back from its start within {deadline_s:g} s") from None
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return outcome

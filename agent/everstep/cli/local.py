@@ -49,7 +49,7 @@ def ask_agent(
             "`journalctl -u everstep-agent`"
         ) from exc
     except OSError as exc:
-        raise AgentUnreachableError(_why(path, exc)) from exc
+        raise AgentUnreachableError(no_agent(path, exc)) from exc
     except (FrameError, MalformedMessageError, ValueError) as exc:
         raise AgentUnreachableError(f"what answers on {path} is no everstep agent: {exc}") from exc
     raise AgentUnreachableError(f"the agent on {path} hung up without an answer; see its log")
@@ -67,7 +67,8 @@ def _heard(sock: socket.socket, path: Path, end_s: float) -> Iterator[AgentMessa
             raise TimeoutError(f"{path} talks but does not answer")
 
 
-def _why(path: Path, exc: OSError) -> str:
+def no_agent(path: Path, exc: OSError) -> str:
+    """Return why nobody answers on an agent's socket, and what to do."""
     if isinstance(exc, PermissionError):
         return (
             f"{path}: permission denied: ask as root or as the user who runs the agent, or name "

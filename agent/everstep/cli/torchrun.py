@@ -7,61 +7,99 @@ import os
 import shlex
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 
-from everstep.wire.exit_codes import UNAVAILABLE, USAGE
+from everstep.cli.errors import VerbError, WrongRequestError
+from everstep.cli.local import no_agent
 from everstep.wire.ids import agent_socket
 
 FILLED_IN = ("--rdzv-backend=everstep", "--max-restarts=1000000", "--logs-specs=everstep")
 
+_WITHOUT_VALUE = frozenset(
+    {"-h", "--help", "--standalone", "-m", "--module", "--no-python", "--run-path"}
+    | {"--virtual-local-rank"}
+)
+_PROBE_S = 5.0
 
-def torchrun(
-    context: typer.Context,
-) -> None:
-    """Start a script under stock torchrun, with everstep deciding the membership.
 
-    Everything after `torchrun` is torchrun's own: --nnodes=MIN:MAX, --nproc-per-node=N,
-    --rdzv-id=NAME (the same on all nodes), then the script and its arguments. The plain command is
-    printed, so that it can be used without this one.
+def torchrun(context: typer.Context) -> None:
+    """Start a script under stock torchrun, with everstep deciding who trains.
 
-    Exit codes: 0 done; the rank's own for a stopped job; 64 wrong arguments; 69 no agent here, or
-    too few nodes in time; 75 this node was evicted; 76 stopped by an operator; 93 do not requeue.
+    Everything after `torchrun` is torchrun's own, then come the script and its arguments;
+    `torchrun --help` lists them all. The plain command is printed, so that it can be used without
+    this one. The node's agent must run.
+
+    Filled in, unless given:
+        --rdzv-backend=everstep --max-restarts=1000000 --logs-specs=everstep
+
+    Examples:
+        everstep torchrun --nnodes=2:4 --nproc-per-node=8 --rdzv-id=my-job train.py --lr 3e-4
+        everstep torchrun --nnodes=1 --nproc-per-node=2 --rdzv-id=try -m my.training
+
+    Exit codes:
+        0   done
+        64  wrong arguments, e.g. no --rdzv-id
+        69  no agent here, or too few nodes in time
+        75  this node was evicted (with --rdzv-conf=on_evict=exit)
+        76  stopped by an operator
+        93  failed again and again for no one reason: do not requeue it
+        else the failed rank's own, 128 + N for signal N
     """
     arguments = list(context.args)
-    _check(arguments)
-    _check_agent(agent_socket(os.environ))
-    filled = [*FILLED_IN, *arguments]
+    options = launcher_options(arguments)
+    _check(arguments, options)
+    _check_agent(Path(options.get("--rdzv-endpoint") or agent_socket(os.environ)))
+    filled = [*(one for one in FILLED_IN if one.partition("=")[0] not in options), *arguments]
     sys.stderr.write(f"everstep: torchrun {shlex.join(filled)}\n")
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *filled])
 
 
-def _check(arguments: list[str]) -> None:
+def launcher_options(arguments: Sequence[str]) -> dict[str, str]:
+    """Return torchrun's own options, as far as they stand before the script.
+
+    >>> launcher_options(["--nnodes", "2", "--rdzv_id=a", "-m", "my.training", "--standalone"])
+    {'--nnodes': '2', '--rdzv-id': 'a', '-m': ''}
+    """
+    found: dict[str, str] = {}
+    rest = iter(arguments)
+    for word in rest:
+        if not word.startswith("-") or word == "--":
+            break
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        if not equals and name not in _WITHOUT_VALUE:
+            value = next(rest, "")
+        found[name] = value
+    return found
+
+
+def _check(arguments: Sequence[str], options: dict[str, str]) -> None:
     if not arguments:
-        _refuse("nothing to run: everstep torchrun --nnodes=2 --rdzv-id=my-job train.py")
-    if "--standalone" in arguments:
-        _refuse("--standalone replaces the rendezvous: leave it out; one node is --nnodes=1")
+        raise WrongRequestError(
+            "nothing to run: everstep torchrun --nnodes=2 --rdzv-id=my-job train.py"
+        )
+    if "--standalone" in options:
+        raise WrongRequestError(
+            "--standalone replaces the rendezvous: leave it out; one node is --nnodes=1"
+        )
+    if (backend := options.get("--rdzv-backend", "everstep")) != "everstep":
+        raise WrongRequestError(
+            f"--rdzv-backend={backend} takes the membership from everstep: leave it out, or use "
+            "plain torchrun"
+        )
     if importlib.util.find_spec("torch") is None:
-        _refuse("torch is not installed here: pip install 'everstep[trainer]'")
+        raise WrongRequestError("torch is not installed here: pip install 'everstep[trainer]'")
 
 
 def _check_agent(path: Path) -> None:
-    """Leave with 69 unless something answers on the agent's socket."""
+    """Raise VerbError unless something answers on the agent's socket."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(5)
+            probe.settimeout(_PROBE_S)
             probe.connect(str(path))
     except OSError as exc:
-        sys.stderr.write(
-            f"everstep: no agent on {path} ({exc.strerror or exc}). Start one with "
-            "`everstep agent --coordinator HOST:PORT`, on a single machine with "
-            "`everstep agent --with-coordinator`, or name its socket in EVERSTEP_SOCKET\n"
-        )
-        raise SystemExit(UNAVAILABLE) from exc
-
-
-def _refuse(why: str) -> None:
-    sys.stderr.write(f"everstep: {why}\n")
-    raise SystemExit(USAGE)
+        raise VerbError(no_agent(path, exc)) from exc

@@ -12,16 +12,22 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-PASSED_ON = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    "allow_interspersed_args": False,
+_PASSED_ON = {
+    # What follows the first word is not looked at: --help may be the script's.
+    "context_settings": {
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    },
+    "options_metavar": "TORCHRUN-OPTIONS... SCRIPT [ARGUMENTS]...",
 }
-"""For a verb that hands its arguments on: what follows the first word is not looked at."""
 
 
 class Verb(NamedTuple):
-    """Where a verb is: a function in the form that typer takes, or a typer application."""
+    """Where a verb is: a function in the form that typer takes, or a typer application.
+
+    `settings` are for typer's `command`.
+    """
 
     module: str
     name: str
@@ -39,7 +45,7 @@ SECTIONS: dict[str, dict[str, Verb]] = {
             "everstep.cli.torchrun",
             "torchrun",
             "Stock torchrun with everstep's flags filled in.",
-            PASSED_ON,
+            _PASSED_ON,
         ),
         "demo": Verb(
             "everstep.cli.demo.main", "demo", "Break a small run on this machine; watch it go on."
@@ -101,7 +107,7 @@ def load(name: str, verb: Verb) -> Any:
     found = getattr(import_module(verb.module), verb.name)
     if not isinstance(found, typer.Typer):
         app = application()
-        app.command(name, context_settings=dict(verb.settings))(found)
+        app.command(name, **verb.settings)(found)
         found = app
     command: Any = get_command(found)
     command.name = name

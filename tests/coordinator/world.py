@@ -202,15 +202,17 @@ class World:
         self.start_coordinator()
 
     def _carry_out(self, effects: list[Effect]) -> None:
+        """One turn's facts are durable together; what is sent comes after, one by one."""
+        facts = [e.fact for e in effects if isinstance(e, Record)]
+        if facts and self._crashes_now():
+            return
+        self.journal.extend(facts)
         for effect in effects:
-            if self.crash_in is not None:
-                self.crash_in -= 1
-                if self.crash_in < 0:
-                    self._crash()
-                    return
+            if isinstance(effect, Record):
+                continue
+            if self._crashes_now():
+                return
             match effect:
-                case Record(fact):
-                    self.journal.append(fact)
                 case Send(connection, message):
                     self._deliveries.append((connection, message))
                 case HangUp(connection):
@@ -218,6 +220,15 @@ class World:
                 case Tell():
                     self.told.append(effect)
         self._deliver()
+
+    def _crashes_now(self) -> bool:
+        if self.crash_in is None:
+            return False
+        self.crash_in -= 1
+        if self.crash_in < 0:
+            self._crash()
+            return True
+        return False
 
     def _hang_up(self, connection: int) -> None:
         for node in self.nodes.values():
@@ -721,6 +732,8 @@ class World:
 
     def training(self, run: str = "run") -> bool:
         """Whether all ranks of the plan in force step."""
+        if not any(b.spec.run_id == run for b in self.cluster.books.jobs.values()):
+            return False
         book = self.job(run)
         group = self.group(book.id, book.generation)
         stepping = all(r.alive and r.phase == "step" for _, r in group)

@@ -140,7 +140,7 @@ def test_a_plugin_that_hangs_in_its_constructor_is_left_behind(install: Install)
         gate.set()
         del builtins.everstep_test_gate  # type: ignore[attr-defined]  # set above
     assert found["stuck"].state == "failed"
-    assert "did not come back from its start within 2 s" in found["stuck"].why
+    assert "did not come back within 2 s" in found["stuck"].why
     assert found["sound"].state == "on"
 
 

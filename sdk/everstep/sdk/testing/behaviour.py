@@ -5,13 +5,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-import queue
-import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from everstep.sdk import sound
+from everstep.sdk.deadline import within
 from everstep.sdk.door import make
 from everstep.sdk.guard import NonsenseError
 from everstep.sdk.hooks import MOMENTS
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from everstep.sdk.testing.subject import Subject
-
-T = TypeVar("T")
 
 _START_S = 10.0
 _DETECT_S = 1.0
@@ -195,20 +192,11 @@ def _make(subject: Subject) -> Any:
     return make(subject.cls, subject.cls.Config(), subject.offers)
 
 
-def _in_time(limit_s: float, call: Callable[[], T]) -> tuple[Any, str | None]:
+def _in_time(limit_s: float, call: Callable[[], Any]) -> tuple[Any, str | None]:
     """Return what the call returned, or None and what is wrong with it."""
-    box: queue.SimpleQueue[tuple[T | None, str | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            box.put((call(), None))
-        except NonsenseError as exc:
-            box.put((None, str(exc)))
-        except BaseException as exc:  # noqa: BLE001  a stranger's code may raise anything
-            box.put((None, f"raised {type(exc).__name__}: {exc}"))
-
-    threading.Thread(target=run, name="everstep-contract", daemon=True).start()
     try:
-        return box.get(timeout=limit_s)
-    except queue.Empty:
-        return None, f"did not come back within {limit_s:g} s"
+        return within(limit_s, call), None
+    except (NonsenseError, TimeoutError) as exc:
+        return None, str(exc)
+    except BaseException as exc:  # noqa: BLE001  a stranger's code may raise anything
+        return None, f"raised {type(exc).__name__}: {exc}"

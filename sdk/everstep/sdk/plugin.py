@@ -6,7 +6,8 @@ the part that loads it hands these over or refuses with the list of what it offe
 default is left out where it is not on offer. The agent offers `clock` (wall clock, seconds) and
 `pages` (a function that returns every local rank's `RankProgress`). Plugins of the daemons are
 called in a thread of their own each, never two calls at once, so they may block; a call that does
-not come back is reported and not repeated until it does.
+not come back within the config's `timeout_s` (where it has none, the daemon's own limit) is
+reported and not repeated until it does. Plugins may be made in another thread than they run in.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ class NvmlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How often the driver is asked. `sample.toml` says it in the operator's words."""
 
     interval_s: Seconds = 1.0
+    timeout_s: Seconds = 10.0
     retry_s: Seconds = 60.0
 
 
@@ -41,6 +42,7 @@ class NvmlCollector:
         self._clock = clock
         self._driver: Driver | None = None
         self._closed: Error | None = None
+        self._called = False
         self._open_at_s = float("-inf")
         self._roll: dict[str, Watched] = {}
         self._episodes = Episodes()
@@ -50,13 +52,14 @@ class NvmlCollector:
         self._open_when_due()
         if self._closed and self._closed.code in parse.ABSENT:
             return f"no NVIDIA driver here: {self._closed.text}"
-        if self._driver and not self._roll:
+        if self._driver and not self._driver.count and not self._roll:
             return "the NVIDIA driver has no GPU"
         return None
 
     def collect(self) -> Iterable[Reading | Finding]:
         """Return the readings of every GPU, and what began or ended since the pass before."""
         self._open_when_due()
+        self._call_the_roll()
         now_s = self._clock()
         out: list[Reading | Finding] = []
         if self._driver:
@@ -71,17 +74,23 @@ class NvmlCollector:
         return [*out, *self._episodes.update({(f.name, f.component): f for f in wrong}, now_s)]
 
     def _open_when_due(self) -> None:
-        amiss = not self._driver or not self._roll or any(w.trouble for w in self._roll.values())
+        well = self._driver and self._driver.count
+        amiss = not well or any(watched.trouble for watched in self._roll.values())
         if not amiss or self._mono_s() < self._open_at_s:
             return
         self._open_at_s = self._mono_s() + self._config.retry_s
         if self._driver:
             self._driver.close()
         self._driver, self._closed = None, None
+        self._called = False
         try:
             self._driver = Driver()
         except DriverError as exc:
             self._closed = exc.error
-        else:
+
+    def _call_the_roll(self) -> None:
+        if self._driver and not self._called:
+            self._called = True
+            self._driver.read_list()
             here = [handle.gpu for handle in self._driver.handles]
             self._roll = called(self._roll, here, self._driver.unopened)

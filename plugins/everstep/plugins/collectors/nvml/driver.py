@@ -37,14 +37,14 @@ class Handle(NamedTuple):
 
 
 class Driver:
-    """An open library and the GPUs that it had when it was opened.
+    """An open library and the GPUs in its list when that was read.
 
     `unopened` are those in its list that could not be opened, so that nobody knows who they are:
     by index, with the error.
     """
 
     def __init__(self) -> None:
-        """Open the library. Raises DriverError."""
+        """Open the library, which is quick: no GPU is woken. Raises DriverError."""
         # Imported here: a machine without a GPU need not pay for it.
         import pynvml
 
@@ -56,27 +56,28 @@ class Driver:
         except pynvml.NVMLError as exc:
             raise DriverError(_error(exc)) from exc
         try:
-            self._enumerate()
+            self.count: int = pynvml.nvmlDeviceGetCount()
+            self._version: str = pynvml.nvmlSystemGetDriverVersion()
         except pynvml.NVMLError as exc:
             self.close()
             raise DriverError(_error(exc)) from exc
 
-    def _enumerate(self) -> None:
-        version = self._nvml.nvmlSystemGetDriverVersion()
-        for index in range(self._nvml.nvmlDeviceGetCount()):
+    def read_list(self) -> None:
+        """Open every GPU. Where nothing else holds one open this may take seconds for each."""
+        for index in range(self.count):
             try:
                 raw = self._nvml.nvmlDeviceGetHandleByIndex(index)
-                self.handles.append(Handle(self._who(raw, version), raw))
+                self.handles.append(Handle(self._who(raw), raw))
             except self._nvml.NVMLError as exc:
                 self.unopened[index] = _error(exc)
 
-    def _who(self, raw: Any, version: str) -> Gpu:
+    def _who(self, raw: Any) -> Gpu:
         pci = self._nvml.nvmlDeviceGetPciInfo(raw)
         return Gpu(
             uuid=self._nvml.nvmlDeviceGetUUID(raw),
             pci=f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0",
             model=self._nvml.nvmlDeviceGetName(raw),
-            driver=version,
+            driver=self._version,
         )
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ class Allowance:
 
     >>> allowance = Allowance(now_s=0.0, burst=2, per_s=1)
     >>> allowance.spend(5, now_s=0.0), allowance.wait_s(), allowance.spend(0, now_s=4.0)
-    (-3.0, 4.0, 1.0)
+    (-3, 4.0, 1.0)
     """
 
     now_s: float

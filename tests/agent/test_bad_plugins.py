@@ -1,0 +1,290 @@
+"""Plugins of strangers, installed as strangers' plugins are, that do everything they must not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.agent.stage import AgentProcess, FakeCoordinator, Stage, wait_until
+
+from everstep.wire.messages import Finding, NodeFinding
+
+pytestmark = pytest.mark.e2e
+
+COMMON = """
+import msgspec, os, sys, time
+from everstep.sdk import Finding, Reading
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    interval_s: float = 0.1
+    timeout_s: float = 0.5
+
+class Base:
+    Config = Config
+    def __init__(self, config): self.calls = 0
+"""
+
+GOOD = (
+    COMMON
+    + """
+class Plugin(Base):
+    def collect(self):
+        self.calls += 1
+        return [Reading(name="good.calls", value=self.calls, unit="{call}", counter=True)]
+"""
+)
+
+
+def install(folder: Path, **plugins: str) -> dict[str, str]:
+    """Lay out a distribution with one module for each plugin; return the environment to find it."""
+    info = folder / "strangers-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strangers\nVersion: 1.0\n")
+    groups: dict[str, list[str]] = {}
+    for name, code in plugins.items():
+        (folder / f"stranger_{name}.py").write_text(code)
+        kind = "detectors" if "def detect" in code else "collectors"
+        groups.setdefault(kind, []).append(f"{name} = stranger_{name}:Plugin")
+    (info / "entry_points.txt").write_text(
+        "\n".join(f"[everstep.{kind}]\n" + "\n".join(lines) for kind, lines in groups.items())
+    )
+    return {"PYTHONPATH": str(folder)}
+
+
+@pytest.fixture
+def coordinator(stage: Stage) -> FakeCoordinator:
+    return stage.coordinator()
+
+
+def start(
+    stage: Stage, coordinator: FakeCoordinator, config: str = "", **plugins: str
+) -> AgentProcess:
+    environ = install(stage.folder / "site", good=GOOD, **plugins)
+    agent = stage.agent(coordinator, environ=environ, config=config)
+    coordinator.expect_connected()
+    return agent
+
+
+def facts(agent: AgentProcess, name: str) -> dict[str, Any]:
+    found: list[dict[str, Any]] = [p for p in agent.health()["plugins"] if p["name"] == name]
+    return found[0]
+
+
+def works(agent: AgentProcess) -> None:
+    """Another plugin and the agent itself go on as if nothing had happened."""
+    calls = facts(agent, "good")["calls"]
+    wait_until(lambda: facts(agent, "good")["calls"] > calls + 3, "the good plugin is called")
+    assert facts(agent, "good")["state"] == "on"
+    assert "good_calls_total" in agent.get("/metrics")[1]
+
+
+def trouble(coordinator: FakeCoordinator, source: str) -> list[Finding]:
+    found = [m for m in coordinator.of(NodeFinding) if m.plugin == source]
+    return [m.finding for m in sorted(found, key=lambda m: m.seq)]
+
+
+BROKEN = {
+    "raises": (
+        "def collect(self): return [1 / 0]",
+        "raised",
+        "ZeroDivisionError: division by zero (stranger_bad.py:13)",
+    ),
+    "raises late": (
+        "def collect(self):\n  yield from ()\n  raise KeyError('x')",
+        "raised",
+        "KeyError",
+    ),
+    "exits": ("def collect(self): sys.exit(3)", "raised", "SystemExit: 3"),
+    "cannot be shown": (
+        "def collect(self):\n  class E(Exception):\n    def __str__(self): raise E()\n  raise E()",
+        "raised",
+        "cannot be shown",
+    ),
+    "half a letter": ("def collect(self): raise OSError('\\udcff')", "raised", "OSError: ?"),
+    "hangs": ("def collect(self): time.sleep(600)", "hung", "did not come back within 0.5 s"),
+    "returns None": ("def collect(self): pass", "nonsense", "returned None"),
+    "returns text": ("def collect(self): return 'abc'", "nonsense", "returned 'abc'"),
+    "returns strangers": ("def collect(self): return [object()]", "nonsense", "neither Reading"),
+    "never ends": (
+        "def collect(self):\n  while True: yield Reading(name='a', value=1.0)",
+        "nonsense",
+        "more than 10000",
+    ),
+    "text for a value": (
+        "def collect(self): return [Reading(name='a.b', value='hot')]",
+        "nonsense",
+        "value is 'hot'",
+    ),
+    "a name that is none": (
+        "def collect(self): return [Reading(name='A b', value=1.0)]",
+        "nonsense",
+        "'A b'",
+    ),
+    "a severity that is none": (
+        "def collect(self): return [Finding(name='x', component='host', severity='bad',"
+        " summary='s', at_s=1.0)]",
+        "nonsense",
+        "'bad'",
+    ),
+    "a counter below zero": (
+        "def collect(self): return [Reading(name='a', value=-1.0, counter=True)]",
+        "nonsense",
+        "a counter cannot be -1.0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_plugin_that_misbehaves_is_counted_shown_and_reported_once(
+    stage: Stage, coordinator: FakeCoordinator, kind: str
+) -> None:
+    verb, fault, why = BROKEN[kind]
+    code = COMMON + "class Plugin(Base):\n    " + verb.replace("\n", "\n    ")
+    agent = start(stage, coordinator, bad=code)
+    wait_until(lambda: facts(agent, "bad")["failures"][fault] >= 1, "the failure is counted")
+    seen = facts(agent, "bad")
+    assert why in seen["why"]
+    assert seen["state"] == ("hung" if fault == "hung" else "failing")
+    status, text = agent.get("/healthz")
+    assert status == 503
+    assert "collectors.bad: " in text
+
+    coordinator.expect(NodeFinding)
+    works(agent)
+    (found,) = trouble(coordinator, "collectors.bad")
+    assert (found.name, found.severity, found.component) == ("plugin.failing", "warning", "host")
+    assert why in found.summary
+    assert "enabled = false" in (found.suggested_action or "")
+    assert agent.stop() == 0
+
+
+def test_a_plugin_that_fails_is_called_less_and_less_often(
+    stage: Stage, coordinator: FakeCoordinator
+) -> None:
+    code = COMMON + "class Plugin(Base):\n    def collect(self): raise OSError('no')\n"
+    agent = start(stage, coordinator, bad=code)
+    wait_until(lambda: facts(agent, "good")["calls"] >= 30, "time passes")
+    assert 3 <= facts(agent, "bad")["calls"] <= 10
+
+
+def test_a_hanging_plugin_is_not_called_again_before_it_comes_back_and_is_then_forgiven(
+    stage: Stage, coordinator: FakeCoordinator
+) -> None:
+    gate = stage.folder / "gate"
+    code = (
+        COMMON
+        + f"""
+class Plugin(Base):
+    def collect(self):
+        with open({str(gate)!r} + ".calls", "a") as out: out.write("x")
+        while not os.path.exists({str(gate)!r}): time.sleep(0.02)
+        return []
+"""
+    )
+    agent = start(stage, coordinator, slow=code)
+    wait_until(lambda: facts(agent, "slow")["state"] == "hung", "it hangs")
+    works(agent)
+    assert Path(f"{gate}.calls").read_text() == "x"
+    gate.touch()
+    wait_until(lambda: facts(agent, "slow")["state"] == "on", "it works again")
+    wait_until(lambda: len(trouble(coordinator, "collectors.slow")) == 2, "its end is reported")
+    began, over = trouble(coordinator, "collectors.slow")
+    assert (began.resolved, over.resolved) == (False, True)
+    assert agent.get("/healthz")[0] == 200
+
+
+STARTS_BADLY = {
+    "import": "import nothing_of_that_name\n",
+    "syntax": "class Plugin(:\n",
+    "exit": "import sys; sys.exit(1)\n",
+    "constructor": COMMON + "class Plugin(Base):\n"
+    "    def __init__(self, config): 1 / 0\n    def collect(self): return []",
+    "asks too much": COMMON + "class Plugin(Base):\n"
+    "    def __init__(self, config, moon): pass\n    def collect(self): return []",
+    "no verb": COMMON + "class Plugin(Base): pass\n",
+}
+
+
+@pytest.mark.parametrize("kind", STARTS_BADLY)
+def test_a_plugin_that_cannot_be_started_is_reported_and_the_agent_starts(
+    stage: Stage, coordinator: FakeCoordinator, kind: str
+) -> None:
+    agent = start(stage, coordinator, bad=STARTS_BADLY[kind])
+    assert facts(agent, "bad")["state"] == "failed"
+    found = coordinator.expect(NodeFinding)
+    assert found.plugin == "collectors.bad"
+    assert "could not be started" in found.finding.summary
+    assert agent.get("/healthz")[0] == 503
+    works(agent)
+
+
+def test_a_plugin_that_is_turned_off_is_not_even_imported(
+    stage: Stage, coordinator: FakeCoordinator
+) -> None:
+    config = "[collectors.bad]\nenabled = false\n"
+    agent = start(stage, coordinator, config, bad="raise RuntimeError")
+    assert facts(agent, "bad")["state"] == "off"
+    assert agent.get("/healthz")[0] == 200
+
+
+def test_a_detector_sees_the_latest_readings_and_its_findings_begin_and_end(
+    stage: Stage, coordinator: FakeCoordinator
+) -> None:
+    code = (
+        COMMON
+        + """
+class Plugin(Base):
+    def detect(self, readings, now_s):
+        calls = [r.value for r in readings if r.name == "good.calls"]
+        if calls and 5 <= calls[0] < 15:
+            return [Finding(name="five", component="host", severity="error",
+                            summary=f"{calls[0]:.0f} calls", at_s=now_s)]
+        return []
+"""
+    )
+    start(stage, coordinator, watch=code)
+    wait_until(lambda: len(trouble(coordinator, "detectors.watch")) == 2, "it begins and ends")
+    began, over = trouble(coordinator, "detectors.watch")
+    assert (began.name, began.resolved, over.resolved) == ("five", False, True)
+
+
+def test_a_plugin_that_cries_all_day_is_heard_for_a_while(
+    stage: Stage, coordinator: FakeCoordinator
+) -> None:
+    code = (
+        COMMON
+        + """
+class Plugin(Base):
+    def collect(self):
+        self.calls += 1
+        same = Finding(name="same", component="host", severity="error", summary="s", at_s=1.0)
+        new = [Finding(name=f"new{self.calls}.{n}", component="host", severity="error",
+                       summary="s", at_s=1.0) for n in range(50)]
+        return [same, *new]
+"""
+    )
+    agent = start(stage, coordinator, loud=code)
+    wait_until(lambda: facts(agent, "loud")["calls"] >= 20, "a thousand findings")
+    works(agent)
+    heard = trouble(coordinator, "collectors.loud")
+    assert 100 <= len(heard) <= 200
+    assert [f.name for f in heard].count("same") == 1
+    assert "findings held back" in agent.log
+
+
+def test_a_plugin_with_too_many_series_gets_some_of_them(
+    stage: Stage, coordinator: FakeCoordinator
+) -> None:
+    code = (
+        COMMON
+        + """
+class Plugin(Base):
+    def collect(self):
+        return [Reading(name="many", value=1.0, attributes={"n": str(n)}) for n in range(500)]
+"""
+    )
+    agent = start(stage, coordinator, "[agent]\nmax_series = 100\n", many=code)
+    wait_until(lambda: agent.get("/metrics")[1].count("\nmany{") == 100, "a hundred of them")
+    assert "too many readings" in agent.log
+    works(agent)

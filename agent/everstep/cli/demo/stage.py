@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 STEP_TIMEOUT_S = 120.0
 _SETTLED_STEPS = 6
-_POLL_S = 0.1
+_POLL_S = 0.2
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Stage:
     nnodes: str
     tell: Callable[[Stage], None]
     launched: list[Node] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
+    suffered: list[Fault] = field(default_factory=list)
     now: str = ""
 
     @property
@@ -84,7 +84,7 @@ class Stage:
             self.tell(self)
             time.sleep(_POLL_S)
 
-    def wait_for_steps(self, count: int, *, world: int | None = None) -> None:
+    def wait_for_steps(self, count: int) -> None:
         """Wait until `count` more steps are finished than now."""
         target = len(self.steps()) + count
         self.wait(f"{self.run_id}: training", lambda: len(self.steps()) >= target)
@@ -96,7 +96,7 @@ class Stage:
         at_s = time.time()
         struck = faults.strike(self.cluster, kind, members, rng)
         fault = Fault(kind=kind, target=struck.target, at_s=at_s, why=faults.WHAT[kind])
-        self.faults.append(fault)
+        self.suffered.append(fault)
         if kind in faults.STOPS_TRAINING:
             self._await_recovery(fault)
             if struck.repair is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NPROC = 1
+GLOBAL_BATCH = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Recipe:
             "[trainer]\n"
             f'run_dir = "{self.folder}"\ndata = "{self.data}"\n'
             f"steps = {self.steps}\nseed = {self.seed}\nledger = true\n"
-            "global_batch = 12\nmicro_batch = 2\nseq_len = 128\nthreads = 1\n"
+            f"global_batch = {GLOBAL_BATCH}\nmicro_batch = 2\nseq_len = 128\nthreads = 1\n"
             'device = "cpu"\n\n'
             "[trainer.model]\ndim = 96\nlayers = 3\nheads = 4\nkv_heads = 4\nffn_dim = 256\n\n"
             f"[hooks.snapshot]\nevery_steps = {self.snapshot_every}\n"

@@ -55,13 +55,13 @@ class Api:
         url: str | None = None,
         token: str | None = None,
         *,
-        config: Path | None = None,
+        config: Path | ConfigFile | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> Api:
         """Return the one that options, environment and configuration name, in this order.
 
-        The configuration's token is shown to the addresses of the configuration only. Raises
-        ConfigError and ApiRefusedError for what cannot be understood.
+        `config` is a file, read or not; None means the usual one. Its token is shown to its own
+        addresses only. Raises ConfigError and ApiRefusedError for what cannot be understood.
         """
         named = url or environ.get("EVERSTEP_COORDINATOR")
         given = token or environ.get("EVERSTEP_TOKEN", "")
@@ -175,11 +175,11 @@ class _Head(msgspec.Struct, frozen=True):
     token_file: str | None = None
 
 
-def _configured(path: Path | None) -> Api:
+def _configured(config: Path | ConfigFile | None) -> Api:
     try:
-        file = ConfigFile.load(path)
+        file = config if isinstance(config, ConfigFile) else ConfigFile.load(config)
     except ConfigError as exc:
-        if path is not None:
+        if config is not None:
             raise
         # The usual file may well be kept from ordinary users: it holds a token.
         return Api(hint=str(exc))

@@ -67,7 +67,9 @@ SECTIONS: dict[str, dict[str, Verb]] = {
         "readmit": Verb("everstep.cli.operate", "readmit", "Test an evicted node and take it in."),
     },
     "Check": {
-        "doctor": Verb("everstep.cli.doctor", "doctor", "What this machine and your rights allow."),
+        "doctor": Verb(
+            "everstep.cli.doctor.verb", "doctor", "What this machine and your rights allow."
+        ),
         "config": Verb("everstep.cli.config", "config", "`config check`: is the file right?"),
     },
 }

@@ -107,7 +107,9 @@ def table(file: ConfigFile, kind: Kind, name: str) -> tuple[bool, dict[str, obje
     rest = {key: value for key, value in found.items() if key != "enabled"}
     enabled = found.get("enabled", True)
     if not isinstance(enabled, bool):
-        raise ConfigError(f"{where}: key 'enabled': Expected `bool`, got {enabled!r}")
+        raise ConfigError(
+            f"{where}: key 'enabled': Expected `bool`, got {enabled!r}", key="enabled"
+        )
     return enabled, rest
 
 

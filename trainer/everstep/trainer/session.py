@@ -35,7 +35,7 @@ from everstep.trainer.keeper import Keeper
 from everstep.trainer.order import take
 from everstep.trainer.place import Seat
 from everstep.trainer.presence import Presence
-from everstep.trainer.replicate import replicate
+from everstep.trainer.replicate import detach, replicate
 from everstep.trainer.snapshot.engine import Wishes
 from everstep.trainer.step import Run, Step
 
@@ -82,6 +82,7 @@ class Session:
         self.seat = Seat.from_environ(environ)
         self._file = file or ConfigFile(Path("Session(hooks=...)"), {"hooks": dict(hooks or {})})
         self._content = Content({}, rank=self.seat.rank)
+        self._wrapped: list[DistributedDataParallel] = []
         self._optimizer: Optimizer | None = None
         self._samples = 0
         self._skip: list[Range] = list(self.seat.skip)
@@ -144,6 +145,8 @@ class Session:
 
     def _leave(self) -> None:
         self._close_files(flush_s=_TEARDOWN_S)
+        for model in self._wrapped:
+            detach(model)
         if not (self._keeper.engine.close(_TEARDOWN_S) and self._groups.close(_TEARDOWN_S)):
             log.warning("the process group does not come down; leaving without it")
             leave_even_if_stuck()
@@ -168,7 +171,9 @@ class Session:
         `example` are inputs for one discarded pass, of any shape the model takes; without it the
         first real input is used. `options` are DDP's own.
         """
-        return replicate(model.to(self.device), example=example, **options)
+        wrapped = replicate(model.to(self.device), example=example, **options)
+        self._wrapped.append(wrapped)
+        return wrapped
 
     def snapshot_state(self, objects: Mapping[str, Any]) -> int:
         """Say what snapshots hold, bring it back from the newest good one, return its step.

@@ -25,6 +25,8 @@ class HashedFiles(FileSystem):
 
     def __init__(self) -> None:
         self.written: dict[str, FileSum] = {}
+        self.fault: OSError | None = None
+        """The first error of the disk: torch's archive writer hides it behind one of its own."""
 
     @contextmanager
     def create_stream(
@@ -38,7 +40,10 @@ class HashedFiles(FileSystem):
         name = Path(path).name
         with self.open(Path(path)) as raw:
             stream = _Hashing(raw)
-            yield cast("io.IOBase", stream)
+            try:
+                yield cast("io.IOBase", stream)
+            finally:
+                self.fault = self.fault or stream.fault
             self.written[name] = FileSum(stream.size, stream.digest.hexdigest())
 
     def open(self, path: Path) -> BinaryIO:
@@ -59,11 +64,16 @@ class _Hashing:
         self.digest = xxhash.xxh3_64()
         self.size = 0
         self.closed = False
+        self.fault: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         self.digest.update(data)
         self.size += memoryview(data).nbytes
-        return self._raw.write(data)
+        try:
+            return self._raw.write(data)
+        except OSError as exc:
+            self.fault = exc
+            raise
 
     def tell(self) -> int:
         return self.size

@@ -62,7 +62,7 @@ class _Sealed(msgspec.Struct):
 def seal(marker: Marker) -> bytes:
     """Return the marker file's bytes."""
     body = msgspec.json.encode(marker)
-    return msgspec.json.encode(_Sealed(xxhash.xxh3_64_hexdigest(body), msgspec.Raw(body))) + b"\n"
+    return msgspec.json.encode(_Sealed(xxhash.xxh3_64_hexdigest(body), msgspec.Raw(body)))
 
 
 def unseal(data: bytes) -> Marker:

@@ -69,14 +69,15 @@ def _try(
 ) -> tuple[Restored | None, str]:
     try:
         found = marker.verify(folder / str(id_))
-        return Restored(id_, found, _load(folder / str(id_), wanted)), ""
+        return Restored(id_, found, load_tensors(folder / str(id_), wanted)), ""
     except (SnapshotError, OSError) as exc:
         return None, str(exc)
     except (CheckpointException, Exception) as exc:  # noqa: BLE001  a damaged pickle raises anything
         return None, f"does not load: {type(exc).__name__}: {exc}"
 
 
-def _load(folder: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+def load_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """Read a snapshot's tensors by dotted path, without any other rank."""
     reader = FileSystemReader(folder)
     tensors = {
         name: torch.empty(tuple(entry.size), dtype=entry.properties.dtype)

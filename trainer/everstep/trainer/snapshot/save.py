@@ -50,7 +50,8 @@ class Saver:
     ) -> None:
         self.folder = folder
         self._group = group
-        self._first = dist.get_rank(group) == 0
+        self._rank = dist.get_rank(group)
+        self._size = dist.get_world_size(group)
         self._stale = stale
         self._clock = clock
         self._files = files
@@ -62,12 +63,12 @@ class Saver:
         """
         folder = self.folder / str(request.id)
         try:
-            self._together(lambda: self._make_room(folder) if self._first else None)
+            self._together(lambda: self._make_room(folder) if self._rank == 0 else None)
             sums = self._together(lambda: self._write(folder, request))
             whole = {name: s for part in sums for name, s in part.items()}
             markers = self._together(lambda: self._seal(folder, request.marker, whole))
         except SnapshotError:
-            if self._first:
+            if self._rank == 0:
                 with contextlib.suppress(OSError):
                     catalogue.remove(folder)
             raise
@@ -81,16 +82,21 @@ class Saver:
 
     def _write(self, folder: Path, request: Request) -> dict[str, FileSum]:
         files = self._files()
-        save(
-            request.tensors,
-            storage_writer=writer(folder, files),
-            process_group=self._group,
-        )
+        try:
+            save(
+                request.tensors,
+                storage_writer=writer(folder, files),
+                process_group=self._group,
+            )
+        except CheckpointException:
+            if files.fault:
+                raise files.fault from None
+            raise
         marker.sync_folder(folder)
         return files.written
 
     def _seal(self, folder: Path, facts: Marker, files: dict[str, FileSum]) -> Marker | None:
-        if not self._first:
+        if self._rank:
             return None
         if why := self._stale():
             raise SnapshotError(why)
@@ -100,24 +106,23 @@ class Saver:
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
         """Do `work` on every rank and return all results; raise on all when it failed on any."""
-        value, why = None, None
+        value, why, hearsay = None, None, None
         try:
             value = work()
         except CheckpointException as exc:
-            why = _first_failure(exc)
+            failures = {rank: _plain(cause) for rank, (cause, _) in exc.failures.items()}
+            why, hearsay = failures.get(self._rank), str(failures)
         except (OSError, SnapshotError, ValueError) as exc:
             why = _plain(exc)
-        outcomes: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(outcomes, (value, why), group=self._group)
-        for rank, (_, failed) in enumerate(outcomes):
-            if failed:
-                raise SnapshotError(f"rank {rank}: {failed}" if len(outcomes) > 1 else failed)
-        return [value for value, _ in outcomes]
-
-
-def _first_failure(exc: CheckpointException) -> str:
-    rank, (cause, _) = min(exc.failures.items())
-    return f"rank {rank} failed first: {_plain(cause)}"
+        outcomes: list[tuple[Any, str | None, str | None]] = [(None, None, None)] * self._size
+        dist.all_gather_object(outcomes, (value, why, hearsay), group=self._group)
+        for rank, (_, own, _) in enumerate(outcomes):
+            if own:
+                raise SnapshotError(f"rank {rank}: {own}" if self._size > 1 else own)
+        for _, _, heard in outcomes:
+            if heard:
+                raise SnapshotError(heard)
+        return [value for value, _, _ in outcomes]
 
 
 def _plain(exc: BaseException) -> str:

@@ -170,7 +170,7 @@ class _Node(msgspec.Struct, frozen=True):
 class _Head(msgspec.Struct, frozen=True):
     """What the table of a coordinator tells about itself."""
 
-    listen: str = DEFAULT_URL
+    listen: str = "127.0.0.1:7070"
     token: str = ""
     token_file: str | None = None
 

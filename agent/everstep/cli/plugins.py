@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from everstep.cli import show
-from everstep.cli.options import AgentSocket, ConfigPath, Json
+from everstep.cli.asked import Asked
+from everstep.cli.errors import VerbError
+from everstep.cli.options import AgentSocket, ConfigPath, CoordinatorUrl, Json, Token
+
+if TYPE_CHECKING:
+    from everstep.sdk.config import ConfigFile
+    from everstep.sdk.door import Kind
+
+Fact: TypeAlias = dict[str, Any]
+
+_RUNS_IN: Mapping[Kind, str] = {
+    "collectors": "agent",
+    "detectors": "agent",
+    "actions": "coordinator",
+    "notifiers": "coordinator",
+}
 
 
-def plugins(*, config: ConfigPath = None, socket: AgentSocket = None, json: Json = False) -> None:
+def plugins(
+    *,
+    coordinator: CoordinatorUrl = None,
+    token: Token = None,
+    config: ConfigPath = None,
+    socket: AgentSocket = None,
+    json: Json = False,
+) -> None:
     """List all installed plugins with their state.
 
-    Collectors and detectors run in the agent; when one runs here, it tells how they are doing:
-    calls, failures, how long the last call took. For the others, and where no agent runs, it is
-    shown what the configuration file makes of them: on, off, unsupported or failed, and why. Hooks
-    run in the ranks of a job and are only listed. With --json: a list of objects with kind, name,
-    source, runs_in, live, state, why; the live ones with interval_s, calls, failures and last_s
-    too.
+    Collectors and detectors run in the agent, actions and notifiers in the coordinator. Where
+    these answer, they tell how their plugins are doing: calls, failures, how long the last call
+    took. For the rest it is shown what the configuration file makes of them here: on, off,
+    unsupported or failed, and why. Hooks run in the ranks of a job and are only listed. With
+    --json: a list of objects with kind, name, source, runs_in, live, state and why; the live ones
+    have calls and failures too, and those of the agent interval_s and last_s.
 
     Examples:
         everstep plugins
@@ -29,14 +52,8 @@ def plugins(*, config: ConfigPath = None, socket: AgentSocket = None, json: Json
         0   listed, whatever their state
         64  wrong arguments or configuration
     """
-    from everstep.cli.local import AgentUnreachableError, ask_agent
-
-    try:
-        live = ask_agent("plugins", socket)["plugins"]
-    except AgentUnreachableError as exc:
-        sys.stderr.write(f"everstep: {exc}; until then this is what the configuration says\n")
-        live = []
-    facts = [*({**one, "runs_in": "agent", "live": True} for one in live), *_told(config, live)]
+    live = [*_of_agent(socket), *_of_coordinator(Asked(coordinator, token, config))]
+    facts = [*live, *_of_configuration(config, {str(one["kind"]) for one in live})]
     if json:
         show.as_json(facts)
         return
@@ -44,24 +61,46 @@ def plugins(*, config: ConfigPath = None, socket: AgentSocket = None, json: Json
     show.table(heads, [_row(one) for one in facts])
 
 
-def _told(config: Path | None, live: list[Any]) -> Iterator[dict[str, object]]:
-    """Yield what the door says of the kinds that no agent has told about."""
+def _of_agent(socket: Path | None) -> list[Fact]:
+    from everstep.cli.local import AgentUnreachableError, ask_agent
+
+    try:
+        told = ask_agent("plugins", socket)["plugins"]
+    except AgentUnreachableError as exc:
+        return _nothing(exc)
+    return [{**one, "runs_in": "agent", "live": True} for one in told]
+
+
+def _of_coordinator(asked: Asked) -> list[Fact]:
+    from everstep.cli.api import ApiError
+
+    try:
+        told = asked.api().get("status")["plugins"]
+    except ApiError as exc:
+        return _nothing(exc)
+    return [{**one, "runs_in": "coordinator", "live": True} for one in told]
+
+
+def _nothing(exc: VerbError) -> list[Fact]:
+    sys.stderr.write(f"everstep: {exc}. What follows is from the configuration file.\n")
+    return []
+
+
+def _of_configuration(config: Path | None, known: set[str]) -> Iterator[Fact]:
+    """Yield what the door says of the kinds that are not known yet."""
     from everstep.sdk import door
     from everstep.sdk.config import ConfigFile
 
     file = ConfigFile.load(config)
-    offers = {"clock": lambda: 0.0, "pages": list}
-    known = {one["kind"] for one in live}
-    for kind in door.KINDS:
-        if kind == "hooks":
-            yield from _hooks(file)
-        elif kind not in known:
+    offers = {"clock": time.time, "pages": list}
+    for kind, runs_in in _RUNS_IN.items():
+        if kind not in known:
             for one in door.admit(file, kind, offers):
-                where = "agent" if kind in ("collectors", "detectors") else "coordinator"
-                yield _fact(kind, one.name, one.source, where, one.state, one.why)
+                yield _fact(kind, one.name, one.source, runs_in, one.state, one.why)
+    yield from _hooks(file)
 
 
-def _hooks(file: Any) -> Iterator[dict[str, object]]:
+def _hooks(file: ConfigFile) -> Iterator[Fact]:
     # Not through the door: it would import torch, and a hook is at home in a rank only.
     from everstep.sdk import door
 
@@ -73,9 +112,7 @@ def _hooks(file: Any) -> Iterator[dict[str, object]]:
         yield _fact("hooks", name, source, "ranks", state, why)
 
 
-def _fact(
-    kind: str, name: str, source: str, runs_in: str, state: str, why: str
-) -> dict[str, object]:
+def _fact(kind: str, name: str, source: str, runs_in: str, state: str, why: str) -> Fact:
     return {
         "kind": kind,
         "name": name,
@@ -87,19 +124,16 @@ def _fact(
     }
 
 
-def _row(one: dict[str, Any]) -> list[show.Cell]:
-    calls, failed, last = "-", "-", "-"
-    if one["live"]:
-        calls, failed = str(one["calls"]), str(sum(one["failures"].values()))
-        last = f"{1000 * one['last_s']:.1f} ms" if one["calls"] else "-"
+def _row(one: Fact) -> list[show.Cell]:
+    calls, failures = one.get("calls"), one.get("failures") or {}
     return [
         one["kind"],
         one["name"],
         one["runs_in"],
         show.state(one["state"]),
-        calls,
-        failed,
-        last,
+        "-" if calls is None else str(calls),
+        "-" if calls is None else str(sum(failures.values())),
+        f"{1000 * one['last_s']:.1f} ms" if calls and "last_s" in one else "-",
         one["source"],
         one["why"],
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 
@@ -69,7 +70,7 @@ def duration(seconds: float) -> str:
     ('0.25 s', '42.0 s', '10 min', '2.0 h', '2.3 d')
     """
     for unit, length, digits in (("d", 86400, 1), ("h", 3600, 1), ("min", 60, 0)):
-        if seconds >= 2 * length or (unit != "d" and seconds >= 3 * length):
+        if seconds >= 2 * length:
             return f"{seconds / length:.{digits}f} {unit}"
     return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
 
@@ -122,3 +123,42 @@ def _text(cell: Cell) -> str:
 
 def _style(cell: Cell) -> str:
     return cell.style if isinstance(cell, Styled) else ""
+
+
+def heading(text: str) -> None:
+    """Print a line that begins a new part of the screen."""
+    print()
+    say(text, style="bold")
+
+
+def pairs(facts: Sequence[tuple[str, Cell]]) -> None:
+    """Print names with what they stand for; those with nothing are left out."""
+    shown = [(name, value) for name, value in facts if _text(value)]
+    width = max((len(name) for name, _ in shown), default=0)
+    for name, value in shown:
+        say(f"{name.ljust(width)}  {_text(value)}", style=_style(value))
+
+
+def moment(at_s: float) -> str:
+    """Return a point in time as a person here reads it, with milliseconds."""
+    at = datetime.fromtimestamp(at_s, tz=UTC).astimezone()
+    return f"{at:%Y-%m-%d %H:%M:%S}.{at.microsecond // 1000:03d}"
+
+
+def findings(found: Sequence[dict[str, Any]]) -> None:
+    """Print findings as the agent and the coordinator tell them."""
+    heads = ("SINCE", "SEVERITY", "FINDING", "COMPONENT", "SUMMARY", "TO DO")
+    table(
+        heads,
+        [
+            (
+                moment(one["at_s"]),
+                state(one["severity"]),
+                one["name"],
+                one["component"],
+                one["summary"],
+                one["suggested_action"] or "",
+            )
+            for one in found
+        ],
+    )

@@ -33,7 +33,7 @@ def agent(patient: Patient) -> Found:
 def coordinator(patient: Patient) -> Found:
     """Ask the coordinator for its nodes, as any verb would."""
     try:
-        nodes = patient.api.get("nodes")
+        nodes = patient.api.get("nodes")["nodes"]
     except ApiRefusedError as exc:
         return Found("missing", str(exc), "--token or EVERSTEP_TOKEN", broken=True)
     except ApiError as exc:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from everstep.cli import show
 from everstep.cli.options import AgentSocket, ConfigPath, CoordinatorUrl, Json, Token
 from everstep.wire.exit_codes import UNAVAILABLE
+
+if TYPE_CHECKING:
+    from everstep.cli.doctor.checks import Patient
 
 
 def doctor(
@@ -36,20 +41,10 @@ def doctor(
         64  wrong arguments
         69  something that is needed is broken
     """
-    from everstep.cli.api import Api
-    from everstep.cli.doctor.checks import Patient, diagnose
+    from everstep.cli.doctor.checks import diagnose
     from everstep.cli.doctor.examination import CHECKS
-    from everstep.sdk.config import ConfigError, ConfigFile
 
-    file: ConfigFile | ConfigError
-    try:
-        file = ConfigFile.load(config)
-    except ConfigError as exc:
-        file = exc
-    readable = file if isinstance(file, ConfigFile) else ConfigFile()
-    api = Api.from_environ(coordinator, token, config=readable)
-    named = bool(coordinator or os.environ.get("EVERSTEP_COORDINATOR")) or api.url != Api().url
-    patient = Patient(os.environ, file, api, socket, os.geteuid() == 0, named)
+    patient = _patient(coordinator, token, socket, config)
     found = list(diagnose(CHECKS, patient))
     if json:
         show.as_json([asdict(one) for one in found])
@@ -61,3 +56,21 @@ def doctor(
         )
     if any(one.broken for one in found):
         raise typer.Exit(UNAVAILABLE)
+
+
+def _patient(
+    coordinator: str | None, token: str | None, socket: Path | None, config: Path | None
+) -> Patient:
+    from everstep.cli.api import Api
+    from everstep.cli.doctor.checks import Patient
+    from everstep.sdk.config import ConfigError, ConfigFile
+
+    file: ConfigFile | ConfigError
+    try:
+        file = ConfigFile.load(config)
+        api = Api.from_environ(coordinator, token, config=file)
+    except ConfigError as exc:  # a check of its own says so; the others are still worth a look
+        file = exc
+        api = Api.from_environ(coordinator, token, config=ConfigFile())
+    named = bool(coordinator or os.environ.get("EVERSTEP_COORDINATOR")) or api.url != Api().url
+    return Patient(os.environ, file, api, socket, os.geteuid() == 0, named)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -57,7 +57,7 @@ class View:
 
 def _screen(stage: Stage) -> Panel:
     job = stage.job()
-    rows = [
+    rows: list[RenderableType] = [
         Text(stage.now, style="bold"),
         _progress(stage),
         _nodes(stage, job),

@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from rich.table import Table
+from rich.text import Text
 
 from everstep.cli.demo.story import Step, curve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+_WHY_CHARS = 160
 
 
 class Fault(msgspec.Struct, kw_only=True):
@@ -82,9 +85,14 @@ def table(report: Report) -> Table:
             _seconds(fault.resumed_s),
             "-" if fault.steps_lost is None else str(fault.steps_lost),
             fault.evicted or "-",
-            fault.why,
+            Text(_short(fault.why)),
         )
     return view
+
+
+def _short(why: str) -> str:
+    """Leave the long part of somebody's error message to the report file."""
+    return why if len(why) <= _WHY_CHARS else why[: _WHY_CHARS - 1] + "…"
 
 
 def _seconds(value: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -110,7 +111,10 @@ def picture(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(*curve(undisturbed), color="#8c959f", linewidth=4, label="undisturbed run")
-    axes.plot(*curve(disturbed), color="#0969da", linewidth=1.4, label="run under faults")
+    label = "run under faults, one line a generation"
+    for _, generation in itertools.groupby(disturbed, key=lambda s: s.generation):
+        axes.plot(*curve(list(generation)), color="#0969da", linewidth=1.4, label=label)
+        label = "_same"
     for number, fault in enumerate(faults):
         before = [s for s in disturbed if s.at_s <= fault.at_s]
         if not before:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from everstep.cli.demo.story import Step
 
 STEP_TIMEOUT_S = 120.0
-_SETTLED_STEPS = 6
+_SETTLED_STEPS = 16
 _POLL_S = 0.2
 
 
@@ -91,7 +91,7 @@ class Stage:
 
     def strike(self, kind: str, rng: random.Random) -> Fault:
         """Do one fault to the run and wait until it has gone on."""
-        self.wait_for_steps(_SETTLED_STEPS + rng.randrange(4))
+        self.wait_for_steps(_SETTLED_STEPS + rng.randrange(8))
         members = self.members()
         at_s = time.time()
         struck = faults.strike(self.cluster, kind, members, rng)

@@ -79,11 +79,13 @@ def test_without_any_cause_of_its_own_the_verdict_is_unknown_after_half_a_second
 def test_the_cause_is_taken_in_even_when_it_comes_late() -> None:
     world = running()
     launcher, _ = world.rank(2)
-    world.kill_agent("c")  # of the node whose rank dies: its launcher cannot tell
+    world.nodes["c"].cut = True  # of the node whose rank dies: its launcher cannot tell
+    world.run(30)
     world.end_rank(2, sig=signal.SIGKILL, peers_first=True)
     world.until(lambda: world.job().generation == 2, within=15)
     assert world.facts(FailureCounted)[-1].failure == "unknown"
-    world.start_agent("c")
+    world.nodes["c"].cut = False
+    world.break_connection("c")
     world.run(1)
     root = world.failures()[0].root
     assert root is not None

@@ -231,7 +231,7 @@ def _lock(folder: Path) -> int:
 
 
 def _open(path: Path) -> Engine:
-    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 5.0})
+    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 1.0})
     event.listen(engine, "connect", _prepare)
     try:
         _meta.create_all(engine)

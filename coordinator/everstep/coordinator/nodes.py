@@ -61,7 +61,7 @@ class Nodes:
         self._books = books
         self._config = config
         self._silence = config.silence
-        self._timers_from_s = now_s + config.silence.start_grace_s
+        self._judges_from_s = now_s + config.silence.start_grace_s
 
     # ------------------------------------------------------------------------ coming and going
 
@@ -141,18 +141,25 @@ class Nodes:
     # ------------------------------------------------------------------------ silence
 
     def renew(self, now_s: float) -> None:
-        """Start all silence timers anew: it was we who did not listen."""
-        self._timers_from_s = max(self._timers_from_s, now_s)
+        """Start the silence timers anew: it was we who did not listen."""
+        for session in self.sessions.values():
+            session.heard_at_s = max(session.heard_at_s, now_s)
+
+    def listening(self, now_s: float) -> bool:
+        """Return whether this coordinator has been up long enough to judge anybody's silence."""
+        return now_s >= self._judges_from_s
 
     def away_since(self, node: str, now_s: float) -> float | None:
         """Return since when a node's agent is away, None while it is heard."""
         session = self.sessions.get(node)
         if session is None:
-            return self._timers_from_s
+            return self._judges_from_s  # not heard since our start: it counts from the grace's end
         if session.closed_at_s is not None:
-            return max(session.closed_at_s, self._timers_from_s)
-        since_s = max(session.heard_at_s, self._timers_from_s)
-        return since_s if now_s - since_s >= self._silence.silent_s else None
+            return session.closed_at_s
+        silent_s = now_s - session.heard_at_s
+        if silent_s < self._silence.silent_s or not self.listening(now_s):
+            return None
+        return session.heard_at_s
 
     def watch(self, turn: Turn, engaged: Collection[str]) -> tuple[list[str], list[str]]:
         """Note silence and its end; return the nodes that fell silent and those heard again.
@@ -163,7 +170,7 @@ class Nodes:
         heard: list[str] = []
         for session in self.sessions.values():
             since_s = self.away_since(session.node, turn.now_s)
-            silent = since_s is not None and turn.now_s - since_s >= self._silence.silent_s
+            silent = since_s is not None and self._long(since_s, turn.now_s)
             if silent == session.silent:
                 continue
             session.silent = silent
@@ -176,11 +183,14 @@ class Nodes:
     def _fell_silent(self, turn: Turn, node: str) -> bool:
         since_s = self.away_since(node, turn.now_s)
         told = self._books.node(node).silent_since_s is not None
-        if told or since_s is None or turn.now_s - since_s < self._silence.silent_s:
+        if told or since_s is None or not self._long(since_s, turn.now_s):
             return False
         closed = self.connected(node) is None
         turn.record(facts.AgentSilent(at_s=turn.now_s, node=node, since_s=since_s, closed=closed))
         return True
+
+    def _long(self, since_s: float, now_s: float) -> bool:
+        return self.listening(now_s) and now_s - since_s >= self._silence.silent_s
 
     def _is_heard(self, turn: Turn, node: str) -> bool:
         since_s = self._books.node(node).silent_since_s

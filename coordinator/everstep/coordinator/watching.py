@@ -19,7 +19,7 @@ _VANISHED_S = 0.5
 def losses(job: Job, now_s: float) -> Iterator[Loss]:
     """Yield the members that are lost by what is known now."""
     book = job.book
-    if book.over is not None or book.generation == 0:
+    if book.over is not None or book.generation == 0 or not job.nodes.listening(now_s):
         return
     silent = [node for node in book.members if job.nodes.away_since(node, now_s) is not None]
     for node in silent:

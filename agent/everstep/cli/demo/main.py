@@ -29,6 +29,7 @@ NODES, TRAINING = 5, 3
 STEPS_AT_REST, STEPS_PER_FAULT = 40, 40
 ELASTIC_STEPS = 80
 FAILED = 1
+PIPE_WIDTH = 160
 
 
 def demo(
@@ -57,6 +58,8 @@ def demo(
     """
     kinds = _kinds(faults_)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPE_WIDTH)
     began = time.monotonic()
     with _interruptible(), Cluster(out.resolve()) as cluster, View(console) as view:
         report = _run(cluster, kinds, seed, view, elastic=elastic)
@@ -110,6 +113,7 @@ def _run(cluster: Cluster, kinds: Sequence[str], seed: int, view: View, *, elast
     for kind in kinds:
         stormy.strike(kind, rng)
     stormy.finish()
+    stormy.explain()
     suffered = list(stormy.suffered)
 
     exactly_once = True
@@ -163,6 +167,7 @@ def _shrink_and_grow(
     stage.launch([lost])
     stage.wait("elastic: growing back", lambda: len(stage.members()) == TRAINING)
     stage.finish()
+    stage.explain()
     books = ledger.read(stage.recipe.folder / "ledger")
     account = ledger.account(books, end=stage.recipe.steps * GLOBAL_BATCH)
     grown = stage.steps()[-1].generation > 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from everstep.cli.demo.training import Recipe, arguments
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from everstep.cli.demo.cluster import Cluster, Node
     from everstep.cli.demo.story import Step
@@ -103,7 +104,6 @@ class Stage:
                 struck.repair()
         else:
             self._await_no_harm(fault, struck)
-        self._explain(fault)
         return fault
 
     def finish(self) -> None:
@@ -157,23 +157,48 @@ class Stage:
         members = set(self.members())
         return all(n["connected"] for n in nodes if n["name"] in members)
 
-    def _explain(self, fault: Fault) -> None:
-        """Take detection, verdict and eviction from the coordinator's own incidents."""
-        self.wait(f"{fault.kind} of {fault.target}: reading the incident", self._answers)
-        for incident in sorted(
-            self.api.get("incidents")["incidents"], key=lambda i: float(i["detected_at_s"])
-        ):
-            if incident["detected_at_s"] < fault.at_s:
-                continue
-            fault.detected_s = incident["detected_at_s"] - fault.at_s
-            evicted = incident["decision"]["evicted"]
-            fault.evicted = ", ".join(evicted) or None
-            root = incident.get("root")
-            fault.why = (root and root["summary"]) or incident["decision"]["why"] or fault.why
-            return
+    def explain(self) -> None:
+        """Take detection, verdict and evictions of all faults from the coordinator's journal."""
+        self.wait(f"{self.run_id}: reading the incidents", self._answers)
+        incidents = self.api.get("incidents")["incidents"]
+        starts = [e["at_s"] for e in self._events() if e["fact"] == "CoordinatorStarted"]
+        ends = [fault.at_s for fault in self.suffered[1:]] + [math.inf]
+        for fault, end_s in zip(self.suffered, ends, strict=True):
+            if fault.kind == "kill-coordinator":
+                _found(fault, [s for s in starts if fault.at_s < s < end_s])
+            else:
+                its = [i for i in incidents if fault.at_s <= i["detected_at_s"] < end_s]
+                _found(fault, [i["detected_at_s"] for i in its])
+                _blame(fault, sorted(its, key=_weight))
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        since = 0
+        while page := self.api.get(f"events?since={since}"):
+            yield from page["events"]
+            if page["next"] == since:
+                return
+            since = page["next"]
 
     def _answers(self) -> bool:
         with contextlib.suppress(ApiError):
             self.api.get("incidents")
             return True
         return False
+
+
+def _found(fault: Fault, times_s: Sequence[float]) -> None:
+    if times_s:
+        fault.detected_s = min(times_s) - fault.at_s
+
+
+def _weight(incident: dict[str, Any]) -> tuple[bool, float]:
+    """Order incidents by how much they explain: failures before alarms, then by time."""
+    return incident["kind"] not in ("failure", "hang"), incident["detected_at_s"]
+
+
+def _blame(fault: Fault, incidents: Sequence[dict[str, Any]]) -> None:
+    evicted = [node for i in incidents for node in i["decision"]["evicted"]]
+    fault.evicted = ", ".join(dict.fromkeys(evicted)) or None
+    for incident in incidents[:1]:
+        root = incident.get("root")
+        fault.why = (root and root["summary"]) or incident["decision"]["why"] or fault.why

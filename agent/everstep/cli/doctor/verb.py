@@ -61,7 +61,7 @@ def doctor(
 def _patient(
     coordinator: str | None, token: str | None, socket: Path | None, config: Path | None
 ) -> Patient:
-    from everstep.cli.api import Api
+    from everstep.cli.api import DEFAULT_URL, Api
     from everstep.cli.doctor.checks import Patient
     from everstep.sdk.config import ConfigError, ConfigFile
 
@@ -72,5 +72,5 @@ def _patient(
     except ConfigError as exc:  # a check of its own says so; the others are still worth a look
         file = exc
         api = Api.from_environ(coordinator, token, config=ConfigFile())
-    named = bool(coordinator or os.environ.get("EVERSTEP_COORDINATOR")) or api.url != Api().url
+    named = bool(coordinator or os.environ.get("EVERSTEP_COORDINATOR")) or api.url != DEFAULT_URL
     return Patient(os.environ, file, api, socket, os.geteuid() == 0, named)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,20 @@ def test_a_plugin_that_cannot_be_started_is_reported_and_the_agent_starts(
     assert "could not be started" in found.finding.summary
     assert agent.get("/healthz")[0] == 503
     works(agent)
+
+
+def test_the_agent_can_be_stopped_while_a_plugin_hangs_in_its_start(
+    stage: Stage, coordinator: FakeCoordinator
+) -> None:
+    code = COMMON + "class Plugin(Base):\n    def collect(self): return []\ntime.sleep(600)\n"
+    agent = stage.agent(
+        coordinator, environ=install(stage.folder / "site", bad=code), start=False
+    ).start(wait=False)
+    wait_until(agent.socket.exists, "it is on its way")
+    began_s = time.monotonic()
+    assert agent.stop() == 0
+    assert time.monotonic() - began_s < 5.0
+    assert not agent.socket.exists()
 
 
 def test_a_plugin_that_is_turned_off_is_not_even_imported(

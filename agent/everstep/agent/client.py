@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 _CHUNK = 64 * 1024
 _MAX_FDS = 253  # the kernel's own limit a message: none of them is left for it to close in our name
 _MAX_BYTES_BEFORE_HELLO = 64 * 1024
+_MAX_MESSAGE_BYTES = 4 * 1024 * 1024  # with room for what is put round it on the way up
 _MAX_UNREAD_BYTES = 8 * 1024 * 1024
 _MAX_FAULTS = 100
 _MALFORMED, _MISPLACED = "malformed message", "descriptor where none belongs"
@@ -192,6 +193,9 @@ class Client:
         self._weigh()
 
     def _take(self, body: bytes) -> None:
+        if len(body) > _MAX_MESSAGE_BYTES:
+            self.fault("message too large", f"{len(body)} bytes")
+            return
         try:
             message = _decoder.decode(body)
         except MalformedMessageError as exc:

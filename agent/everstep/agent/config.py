@@ -40,7 +40,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     token_file: str | None = None
     address: str | None = None  # where peers reach this node's ranks; None: as the coordinator sees
     heartbeat_s: Seconds = 1.0
-    poll_s: Seconds = 0.1  # how often progress pages are read
+    look_s: Seconds = 1.0  # how often progress pages are read when no heartbeat asks for it
     reply_timeout_s: Seconds = 5.0  # a coordinator silent for longer is left for the next
     retry_first_s: Seconds = 0.1
     retry_last_s: Seconds = 2.0

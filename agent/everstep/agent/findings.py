@@ -58,7 +58,10 @@ class Findings:
             finding.name,
             extra={"source": source, "component": finding.component, "summary": finding.summary},
         )
+        lost = self._outbox.dropped
         seq = self._outbox.put((source, finding))
+        if self._outbox.dropped > lost == 0:
+            log.error("findings are lost: no coordinator has taken any for too long")
         self._send(NodeFinding(seq=seq, finding=finding, plugin=source))
 
     def resend(self) -> None:

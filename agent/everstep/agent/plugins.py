@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
+from everstep.agent.errors import AgentError
+from everstep.agent.running import Running, next_turn_s, pause_s, running
 from everstep.sdk import sound
 from everstep.sdk.config import ConfigError, ConfigFile
-from everstep.sdk.episodes import Episodes
 from everstep.sdk.guard import Failed, Guard, Outcome
 from everstep.wire.messages import Finding, Reading
 
@@ -25,42 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KINDS: tuple[Kind, ...] = ("collectors", "detectors")
-LONGEST_PAUSE_S = 60.0
 RECHECK_S = 600.0
 _ADMISSION_S = 600.0
-
-
-@dataclass(slots=True)
-class Running:
-    """One plugin and how it is doing."""
-
-    admitted: Admitted
-    guard: Guard
-    interval_s: float
-    episodes: Episodes = field(default_factory=Episodes)
-    trouble: Finding | None = None
-
-    @property
-    def source(self) -> str:
-        """Its table in the configuration, which also names it everywhere else."""
-        return f"{self.admitted.kind}.{self.admitted.name}"
-
-    @property
-    def state(self) -> str:
-        """Its state as the door left it, or `failing` or `hung` since."""
-        if self.admitted.state != "on" or self.guard.tally.last_error is None:
-            return self.admitted.state
-        return "hung" if self.guard.busy else "failing"
-
-
-def pause_s(interval_s: float, failures_in_a_row: int) -> float:
-    """Return how long to leave a plugin alone: its interval, doubled with each failure.
-
-    >>> pause_s(1.0, 0), pause_s(1.0, 3), pause_s(1.0, 99), pause_s(300.0, 1)
-    (1.0, 8.0, 60.0, 300.0)
-    """
-    doubled = interval_s * 2.0 ** min(failures_in_a_row, 16)
-    return max(interval_s, min(LONGEST_PAUSE_S, doubled))
 
 
 async def admit_all(
@@ -70,7 +37,7 @@ async def admit_all(
 ) -> list[Admitted]:
     """Let the plugins in, in a thread: their imports and constructors may take their time.
 
-    Raises ConfigError for a wrong table.
+    Raises ConfigError for a wrong table, AgentError when they do not come to an end.
     """
 
     def work() -> list[Admitted] | ConfigError:
@@ -83,7 +50,7 @@ async def admit_all(
     outcome = await guard.call(work)
     guard.close()
     if isinstance(outcome, Failed):
-        raise ConfigError(f"plugins: {outcome.why}")
+        raise AgentError(f"the plugins cannot be let in: {outcome.why}")
     if isinstance(outcome.value, ConfigError):
         raise outcome.value
     return outcome.value
@@ -104,7 +71,7 @@ class Plugins:
         self._readings = readings
         self._findings = findings
         self._wall = wall
-        self._all = [_running(one, timeout_s) for one in admitted]
+        self._all = [running(one, timeout_s=timeout_s) for one in admitted]
 
     async def run(self) -> None:
         """Call them all at their intervals until cancelled."""
@@ -130,24 +97,11 @@ class Plugins:
 
     def facts(self) -> list[dict[str, object]]:
         """Return the state of each plugin, for people and for JSON."""
-        return [
-            {
-                "kind": one.admitted.kind,
-                "name": one.admitted.name,
-                "source": one.admitted.source,
-                "state": one.state,
-                "why": one.guard.tally.last_error or one.admitted.why,
-                "interval_s": one.interval_s,
-                "calls": one.guard.tally.calls,
-                "failures": dict(one.guard.tally.failures),
-                "last_s": round(one.guard.tally.last_s, 6),
-            }
-            for one in self._all
-        ]
+        return [one.facts() for one in self._all]
 
     def readings(self) -> list[Reading]:
         """Return what there is to measure about the plugins themselves."""
-        return [reading for one in self._all for reading in _measures(one)]
+        return [reading for one in self._all for reading in one.measures()]
 
     def _announce(self, one: Running) -> None:
         seen = one.admitted
@@ -167,7 +121,7 @@ class Plugins:
             self._take(one, outcome)
             await one.guard.idle()  # one that hangs is not called again before it comes back
             pause = pause_s(one.interval_s, one.guard.tally.in_a_row)
-            await asyncio.sleep(max(0.0, began_s + pause - loop.time()))
+            await asyncio.sleep(next_turn_s(began_s + pause, pause) - loop.time())
 
     async def _ask_again(self, one: Running) -> None:
         outcome = await one.guard.call(one.admitted.plugin.supported)
@@ -223,51 +177,5 @@ class Plugins:
         self._findings.add(one.source, trouble)
 
 
-def _running(admitted: Admitted, timeout_s: float) -> Running:
-    config: Any = admitted.config
-    guard = Guard(
-        f"{admitted.kind}.{admitted.name}", timeout_s=_seconds(config, "timeout_s", timeout_s)
-    )
-    return Running(admitted, guard, _seconds(config, "interval_s", 1.0))
-
-
-def _seconds(config: object, name: str, otherwise: float) -> float:
-    value = getattr(config, name, otherwise)
-    return float(value) if isinstance(value, (int, float)) and value > 0 else otherwise
-
-
 def _did(failed: Failed) -> str:
     return {"raised": "raised", "hung": "hangs", "nonsense": "returned nonsense"}[failed.fault]
-
-
-def _measures(one: Running) -> list[Reading]:
-    who = {"plugin": one.admitted.name, "kind": one.admitted.kind}
-    up = 1.0 if one.state == "on" else 0.0
-    out = [Reading(name="everstep.plugin.up", value=up, attributes=who)]
-    if one.admitted.state != "on":
-        return out
-    tally = one.guard.tally
-    out.append(
-        Reading(name="everstep.plugin.duration", value=tally.last_s, unit="s", attributes=who)
-    )
-    out.append(
-        Reading(
-            name="everstep.plugin.calls",
-            value=tally.calls,
-            unit="{call}",
-            attributes=who,
-            counter=True,
-        )
-    )
-    for fault, count in tally.failures.items():
-        attributes = {**who, "error.type": fault}
-        out.append(
-            Reading(
-                name="everstep.plugin.failures",
-                value=count,
-                unit="{failure}",
-                attributes=attributes,
-                counter=True,
-            )
-        )
-    return out

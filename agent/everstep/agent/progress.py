@@ -1,6 +1,8 @@
-"""What the ranks of this node are doing, read from their progress pages ten times a second.
+"""What the ranks of this node are doing, read from their progress pages.
 
-A look at a page that has not changed costs two microseconds; only new records are unpacked.
+A look at a page that has not changed costs two microseconds; only new records are unpacked. What
+costs is to wake up, so nobody looks more often than is of use: for each heartbeat, and at the very
+moment at which a rank would have stood for too long (`Progress.due_ns`).
 """
 
 from __future__ import annotations
@@ -111,16 +113,16 @@ def standing_ns(seen: Seen, now_ns: int, anew_ns: int) -> int:
     return max(0, now_ns - max(seen.changed_ns, anew_ns))
 
 
-def is_standstill(seen: Seen, stands_ns: int) -> bool:
-    """Return whether a rank in phase `step` has stood longer than its own steps explain.
+def patience_ns(seen: Seen) -> int | None:
+    """Return how long a rank may stand before its own steps no longer explain it.
 
-    Before the second step only the first is known, which is longer than those to come; before
-    the first nothing is.
+    None for ever: in any phase but `step`, and before the first step. Before the second only the
+    first is known, which is longer than those to come.
     """
     basis_s = seen.first_step_s if seen.p99_s is None else seen.p99_s
     if seen.state.phase != "step" or basis_s is None:
-        return False
-    return stands_ns > max(STANDSTILL_S, STANDSTILL_STEPS * basis_s) * 1e9
+        return None
+    return int(max(STANDSTILL_S, STANDSTILL_STEPS * basis_s) * 1e9)
 
 
 class Progress:
@@ -161,15 +163,32 @@ class Progress:
             tell |= self._must_tell(page, now_ns)
         return tell
 
+    def due_ns(self) -> int | None:
+        """Return when a standstill must be told next unless its rank moves, None for never."""
+        dues = (self._due_ns(page) for page in self._pages.values())
+        return min((due for due in dues if due is not None), default=None)
+
     def _must_tell(self, page: RankPage, now_ns: int) -> bool:
-        seen = page.seen
-        if seen is None or not is_standstill(seen, standing_ns(seen, now_ns, self._anew_ns)):
+        begins_ns = self._begins_ns(page)
+        if begins_ns is None or now_ns < begins_ns:
             page.told_ns = None
             return False
-        if page.told_ns is not None and now_ns - page.told_ns < REPEAT_S * 1e9:
+        if now_ns < (self._due_ns(page) or 0):
             return False
         page.told_ns = now_ns
         return True
+
+    def _due_ns(self, page: RankPage) -> int | None:
+        begins_ns = self._begins_ns(page)
+        if begins_ns is None or page.told_ns is None:
+            return begins_ns
+        return max(begins_ns, page.told_ns + int(REPEAT_S * 1e9))
+
+    def _begins_ns(self, page: RankPage) -> int | None:
+        """Return when the page's standstill begins, or has begun, as far as is seen now."""
+        if page.seen is None or (patience := patience_ns(page.seen)) is None:
+            return None
+        return max(page.seen.changed_ns, self._anew_ns) + patience
 
     def ranks(self) -> list[RankProgress]:
         """Return every rank as of the last look; safe to call from any thread.

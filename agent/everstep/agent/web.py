@@ -25,10 +25,15 @@ class Pages:
 
     def __init__(
         self,
+        before: Callable[[], None],
         metrics: Callable[[], bytes],
         health: Callable[[], tuple[list[str], Mapping[str, object]]],
     ) -> None:
-        """`health` returns the reasons why the agent is not healthy, and the facts to show."""
+        """`before` runs in the loop before each scrape, `metrics` in the thread.
+
+        `health` returns the reasons why the agent is not healthy, and the facts to show.
+        """
+        self._before = before
         self._metrics = metrics
         self._health = health
         self._guard = Guard("scrape", timeout_s=SCRAPE_S)
@@ -43,6 +48,7 @@ class Pages:
 
     async def _serve_metrics(self, _: web.Request) -> web.Response:
         async with self._turn:
+            self._before()
             outcome = await self._guard.call(self._metrics)
         if isinstance(outcome, Failed):
             return web.Response(status=503, text=f"metrics: {outcome.why}\n")

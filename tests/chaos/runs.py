@@ -176,7 +176,9 @@ def environment(pid: int) -> dict[str, str]:
 def undisturbed(folder: Path, data: Path, storm: Storm) -> Path:
     """Return the final snapshot of the same training without everstep, made once per layout."""
     world = storm.nodes * storm.ranks
-    recipe = Recipe(folder / f"undisturbed-{world}-{storm.steps}", data, storm.steps, seed=1)
+    recipe = Recipe(
+        folder / f"undisturbed-{world}-{storm.steps}", data, storm.steps, seed=1, micro_batch=1
+    )
     if (done := compare.newest(recipe.run_dir / "snapshots")) is not None:
         return done
     config = recipe.write()
@@ -204,7 +206,7 @@ def weather(storm: Storm, folder: Path, *, timeout_s: float = 420) -> Outcome:
     if not data.exists():
         library_bytes(data)
     expected = undisturbed(folder.parent, data, storm)
-    recipe = Recipe(folder / "run", data, storm.steps, seed=1, snapshot_every=5)
+    recipe = Recipe(folder / "run", data, storm.steps, seed=1, snapshot_every=5, micro_batch=1)
     config = recipe.write()
     outcome = Outcome(storm)
     start = time.monotonic()

@@ -19,6 +19,7 @@ class Recipe:
     steps: int
     seed: int
     snapshot_every: int = 10
+    micro_batch: int = 2
 
     @property
     def run_dir(self) -> Path:
@@ -33,7 +34,7 @@ class Recipe:
             "[trainer]\n"
             f'run_dir = "{self.folder}"\ndata = "{self.data}"\n'
             f"steps = {self.steps}\nseed = {self.seed}\nledger = true\n"
-            f"global_batch = {GLOBAL_BATCH}\nmicro_batch = 2\nseq_len = 128\nthreads = 1\n"
+            f"global_batch = {GLOBAL_BATCH}\nmicro_batch = {self.micro_batch}\nseq_len = 128\nthreads = 1\n"
             'device = "cpu"\n\n'
             "[trainer.model]\ndim = 96\nlayers = 3\nheads = 4\nkv_heads = 4\nffn_dim = 256\n\n"
             f"[hooks.snapshot]\nevery_steps = {self.snapshot_every}\n"

@@ -34,7 +34,8 @@ class Recipe:
             "[trainer]\n"
             f'run_dir = "{self.folder}"\ndata = "{self.data}"\n'
             f"steps = {self.steps}\nseed = {self.seed}\nledger = true\n"
-            f"global_batch = {GLOBAL_BATCH}\nmicro_batch = {self.micro_batch}\nseq_len = 128\nthreads = 1\n"
+            f"global_batch = {GLOBAL_BATCH}\nmicro_batch = {self.micro_batch}\n"
+            "seq_len = 128\nthreads = 1\n"
             'device = "cpu"\n\n'
             "[trainer.model]\ndim = 96\nlayers = 3\nheads = 4\nkv_heads = 4\nffn_dim = 256\n\n"
             f"[hooks.snapshot]\nevery_steps = {self.snapshot_every}\n"

@@ -88,6 +88,7 @@ def test_when_this_nodes_clock_is_set_what_was_learned_before_is_forgotten() -> 
 def test_a_clock_set_in_the_middle_of_a_trip_teaches_nothing() -> None:
     clock = ClockOffset()
     clock.add(100.0, 10.0, 10.0, 50.0, mono_s=1.0)
+    clock.add(100.0, float("nan"), float("inf"), 101.0, mono_s=2.0)
     assert clock.best(mono_s=1.0) is None
 
 

@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from everstep.agent.progress import Progress, RankPage, StepTimes
-from everstep.wire.messages import PHASES, Peer, Phase
+from everstep.wire.codec import encode
+from everstep.wire.messages import PHASES, Heartbeat, Peer, Phase
 from everstep.wire.page import RING_RECORDS, PageReader, PageWriter, Place, StepRecord
 
 S = 1_000_000_000
@@ -173,6 +174,37 @@ def test_a_clock_of_its_own_neither_makes_nor_hides_a_standstill(
     progress.look(at(2))
     assert progress.ranks()[0].standing_s == 0.0
     assert progress.look(at(6))
+
+
+ANY_FLOAT = st.floats(width=64)
+ANY_INT = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(
+    steps=st.lists(st.tuples(ANY_INT, st.lists(ANY_FLOAT, min_size=9, max_size=9)), max_size=5),
+    changed_ns=st.lists(st.integers(0, 2**64 - 1), min_size=12, max_size=12),
+    looks=st.lists(st.integers(0, 2**62), min_size=1, max_size=5),
+)
+@example(steps=[(1, [1e308] * 9)], changed_ns=[0] * 12, looks=[1])
+@example(steps=[(1, [1.0] * 9), (2, [1e308] * 9)], changed_ns=[0] * 12, looks=[1])
+@example(steps=[(1, [math.inf] * 9)], changed_ns=[2**64 - 1] * 12, looks=[1])
+def test_a_rank_may_write_whatever_it_likes_and_harms_nobody(
+    steps: list[tuple[int, list[float]]], changed_ns: list[int], looks: list[int]
+) -> None:
+    clock = iter(changed_ns)
+    writer = PageWriter(Place("j", 1, 0, 1, 0, 1), clock_ns=lambda: next(clock))
+    progress = Progress()
+    progress.add("c", ME, PageReader(writer.fd))
+    writer.enter("step", step=-5)
+    for number, f in steps:
+        writer.finished(StepRecord._make([number, f[0], abs(number), *f[1:], number, f[0]]))
+        progress.look(looks[0])
+    for now_ns in sorted(looks):
+        progress.look(now_ns)
+        progress.due_ns()
+        encode(Heartbeat(seq=1, sent_at_s=1.0, ranks=progress.ranks()))
+    progress.close()
+    writer.close()
 
 
 def test_records_that_were_overwritten_unread_are_simply_missing(

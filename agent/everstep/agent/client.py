@@ -10,7 +10,6 @@ import contextlib
 import logging
 import socket
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from everstep.agent.allowance import Allowance
@@ -54,14 +53,19 @@ class Owner(Protocol):
         ...
 
 
-@dataclass(slots=True)
 class Shared:
-    """What all clients share: the loop, the disposal and the counts."""
+    """What all clients share: the loop, the disposal, the counts and the room in the log."""
 
-    loop: asyncio.AbstractEventLoop
-    disposal: Disposal
-    pending_bytes: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
+    def __init__(self, loop: asyncio.AbstractEventLoop, disposal: Disposal) -> None:
+        self.loop = loop
+        self.disposal = disposal
+        self.pending_bytes = 0
+        self.faults: Counter[str] = Counter()
+        self._lines = Allowance(loop.time(), burst=100, per_s=1)
+
+    def may_log(self) -> bool:
+        """Return whether one more line about clients fits: who reconnects all day fills no disk."""
+        return self._lines.spend(1, now_s=self.loop.time()) >= 0
 
 
 class Client:
@@ -141,7 +145,7 @@ class Client:
         """Count something that the client got wrong; the first of each kind is logged."""
         self.faults[kind] += 1
         self._shared.faults[kind] += 1
-        if self.faults[kind] == 1:
+        if self.faults[kind] == 1 and self._shared.may_log():
             facts = {"client": self.id, "pid": self.peer.pid, "uid": self.peer.uid}
             log.warning("client: %s", kind, extra={**facts, "detail": detail})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import NamedTuple
 
@@ -41,9 +42,9 @@ class ClockOffset:
             self._trips.clear()
         self._base_s = base_s
         error_s = ((back_s - sent_s) - (answered_s - received_s)) / 2
-        if error_s < 0:
-            return  # a clock was set during the trip
         offset_s = ((received_s - sent_s) + (answered_s - back_s)) / 2
+        if not (math.isfinite(offset_s) and math.isfinite(error_s) and error_s >= 0):
+            return  # a clock was set during the trip, or the coordinator talks nonsense
         self._trips.append(_Trip(Offset(offset_s, error_s), mono_s))
 
     def best(self, *, mono_s: float) -> Offset | None:

@@ -118,7 +118,8 @@ class Listener:
 
     def _turn_away(self, sock: socket.socket, why: str) -> None:
         self._shared.faults["turned away"] += 1
-        log.warning("client turned away", extra={"why": why})
+        if self._shared.may_log():
+            log.warning("client turned away", extra={"why": why})
         with contextlib.suppress(OSError), sock:
             sock.settimeout(0)
             sock.send(frame(Refused(why=why)), socket.MSG_NOSIGNAL)

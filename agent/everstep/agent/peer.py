@@ -93,7 +93,7 @@ def start_ticks(pid: int) -> int:
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except FileNotFoundError as exc:
+    except (FileNotFoundError, PermissionError) as exc:
         if _alive(pid):
             raise PeerUnknownError(
                 f"/proc/{pid} is hidden from the agent (hidepid): mount /proc with gid= of the "

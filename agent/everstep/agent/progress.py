@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 STANDSTILL_S = 2.0
 STANDSTILL_STEPS = 3.0
 REPEAT_S = 0.5
+LONGEST_STEP_S = 7 * 86400.0
 
 
 class StepTimes:
@@ -40,7 +41,7 @@ class StepTimes:
 
     def add(self, step_s: float) -> None:
         """Take in one duration; what is no duration is left out."""
-        if not (math.isfinite(step_s) and step_s >= 0):
+        if not is_duration(step_s):
             return
         insort(self._sorted, step_s)
         self._in_order.append(step_s)
@@ -98,7 +99,7 @@ class RankPage:
         for number, record in self._reader.records(after):
             # The first step of a process compiles and warms up: it is no measure of the next.
             if number == 1:
-                self._first_step_s = measured(record.step_s)
+                self._first_step_s = record.step_s if is_duration(record.step_s) else None
             else:
                 self._times.add(record.step_s)
         return record
@@ -122,7 +123,7 @@ def patience_ns(seen: Seen) -> int | None:
     basis_s = seen.first_step_s if seen.p99_s is None else seen.p99_s
     if seen.state.phase != "step" or basis_s is None:
         return None
-    return int(max(STANDSTILL_S, STANDSTILL_STEPS * basis_s) * 1e9)
+    return int(max(STANDSTILL_S, STANDSTILL_STEPS * min(basis_s, LONGEST_STEP_S)) * 1e9)
 
 
 class Progress:
@@ -229,6 +230,11 @@ def _told(page: RankPage, seen: Seen, stands_ns: int) -> RankProgress:
         lr=measured(record.lr) if record else None,
         step_s=measured(record.step_s) if record else None,
     )
+
+
+def is_duration(value: float) -> bool:
+    """Return whether a number off a page can be one: pages are written by strangers."""
+    return math.isfinite(value) and value >= 0
 
 
 def measured(value: float) -> float | None:

@@ -153,7 +153,7 @@ class Relay:
                 self._follow(client, hello, fd)
             elif fd is not None:
                 client.fault("descriptor where none belongs")
-        except PageRefusedError as exc:
+        except (PageRefusedError, OSError) as exc:
             client.fault("page refused", str(exc))
             self._findings.add("agent", self._refused_page(client, hello, str(exc)))
         finally:

@@ -54,7 +54,7 @@ def write_config(tmp_path: Path, corpus: Path) -> WriteConfig:
     """Write a run's TOML file: `write_config("run", steps=12, snapshot={"every_steps": 4})`."""
 
     def write(name: str = "run", *, hooks: Mapping[str, Any] | None = None, **trainer: Any) -> Path:
-        table = {
+        table: dict[str, Any] = {
             "run_dir": str(tmp_path / name),
             "data": str(corpus),
             "steps": 12,
@@ -65,7 +65,7 @@ def write_config(tmp_path: Path, corpus: Path) -> WriteConfig:
             "save_timeout_s": 30.0,
             "ledger": True,
         } | trainer
-        model = {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 48}
+        model: dict[str, Any] = {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 48}
         model |= table.pop("model", {})
         waiting = {"every_steps": 4, "when_busy": "wait"}
         hooks = {"snapshot": waiting} | dict(hooks or {})
@@ -86,6 +86,6 @@ def _table(header: str, values: Mapping[str, Any]) -> str:
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """A folder whose path is short enough for a Unix socket."""
-    folder = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp"))  # noqa: S108  needs a short path
+    folder = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)

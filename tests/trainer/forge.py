@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import runpy
@@ -19,10 +20,8 @@ from pathlib import Path
 
 
 def main() -> None:
-    import torch._dynamo  # noqa: F401  DDP's constructor wants it
-    import torch.distributed.checkpoint
-
-    import everstep.trainer.train  # noqa: F401
+    for module in ("torch._dynamo", "torch.distributed.checkpoint", "everstep.trainer.train"):
+        importlib.import_module(module)
 
     children: dict[int, tuple[str, int]] = {}
     answer("ready")
@@ -61,7 +60,7 @@ def fork(request: dict, rank: int) -> int:  # type: ignore[type-arg]  # JSON fro
         code = 0
     except SystemExit as exc:
         code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
-    except BaseException:
+    except BaseException:  # noqa: BLE001  as the interpreter itself does at the end of a script
         import traceback
 
         traceback.print_exc()
@@ -80,7 +79,9 @@ def run_exit_handlers() -> None:
 
 def become(request: dict, rank: int) -> None:  # type: ignore[type-arg]  # JSON from the fixture
     os.setsid()
-    log = os.open(Path(request["logs"]) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(
+        Path(request["logs"]) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    )
     null = os.open(os.devnull, os.O_RDONLY)
     for fd, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(fd, target)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-DEADLINE_S = 20.0
+DEADLINE_S = 90.0
 
 
 def wait_until(condition: Callable[[], Any], *, what: str, deadline_s: float = DEADLINE_S) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from tests.trainer.ranks import StartRanks, WriteConfig, wait_until
 
 from everstep.trainer import ledger
 from everstep.trainer.snapshot import catalogue
-from everstep.trainer.snapshot.compare import differences
+from everstep.trainer.snapshot.compare import differences, newest
 
 TRAINER = ("-m", "everstep.trainer", "--config")
 
@@ -23,8 +24,9 @@ train.train(*config.load(Path(sys.argv[1])))
 
 
 def last_snapshot(run: Path) -> Path:
-    found = [e for e in catalogue.entries(run / "snapshots") if e.committed]
-    return run / "snapshots" / str(max(found, key=lambda e: e.place).id)
+    found = newest(run / "snapshots")
+    assert found is not None
+    return found
 
 
 def committed(run: Path, step: int) -> bool:
@@ -43,7 +45,7 @@ def test_a_run_that_was_killed_twice_ends_bit_equal_with_an_undisturbed_one(
     config = write_config("killed", **settings)
     for step, victim in ((4, world - 1), (12, 0)):
         run = start_ranks(world, *TRAINER, config)
-        wait_until(lambda at=step: committed(tmp_path / "killed", at), what="a snapshot")
+        wait_until(partial(committed, tmp_path / "killed", step), what="a snapshot")
         run.kill(victim)
         codes = run.wait()
         assert codes[victim] == -9
@@ -77,7 +79,7 @@ def test_every_sample_is_applied_once_while_three_ranks_become_two_and_three_aga
     run = tmp_path / "run"
     for world, until in ((3, 8), (2, 24)):
         ranks = start_ranks(world, *TRAINER, config)
-        wait_until(lambda at=until: committed(run, at), what=f"a snapshot of {world} ranks")
+        wait_until(partial(committed, run, until), what=f"a snapshot of {world} ranks")
         ranks.kill(1)
         ranks.wait()
     last = start_ranks(3, *TRAINER, config)

@@ -130,7 +130,7 @@ train.train(*config.load(Path(sys.argv[1])))
     assert ranks.wait() == [0, 0], ranks.log()
     assert [c.id for c in agent.commits()] == ["s000008-g1", "s000012-g1"]
     findings = [m.finding for m in agent.heard if isinstance(m, RankFinding)]
-    assert [f.name for f in findings] == ["snapshot failed"]
+    assert [f.name for f in findings] == ["snapshot.failed"]
     assert "rank 1: No space left on device" in findings[0].summary
 
 

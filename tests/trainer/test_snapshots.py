@@ -1,4 +1,4 @@
-"""Saving: isolated from later updates, verified to the bit, and no fault of a disk stops training."""
+"""Saving: isolated from later updates, verified to the bit, and no disk stops training."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from everstep.trainer.snapshot.save import Saver
 from everstep.wire.ids import SnapshotId
 
 DEADLINE_S = 30.0
+MakeFiles = Callable[[], HashedFiles]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 class Bench:
     """One engine with everything it talks to."""
 
-    def __init__(self, folder: Path, group: dist.ProcessGroup, files: Callable[[], HashedFiles]):
+    def __init__(self, folder: Path, group: dist.ProcessGroup, files: MakeFiles) -> None:
         self.folder = folder
         self.findings: list[Finding] = []
         self.commits: list[Marker] = []
@@ -51,8 +52,8 @@ class Bench:
         saver = Saver(folder, group, stale=lambda: self.stale, clock=lambda: 5.0, files=files)
         outside = Outside(
             self.findings.append,
-            lambda found, write_s, stall_s: self.commits.append(found),
-            lambda wait_s: self.acknowledged,
+            lambda found, *_: self.commits.append(found),
+            lambda _: self.acknowledged,
             lambda: 5.0,
         )
         self.engine = Engine(saver, outside, self.wishes, first=True)
@@ -78,7 +79,7 @@ class Bench:
         return restore(
             self.folder,
             [SnapshotId.parse(i) for i in ids],
-            wanted=lambda name: True,
+            wanted=lambda _: True,
             rejected=lambda id_, why: self.rejected.append(f"{id_}: {why}"),
         )
 
@@ -93,9 +94,7 @@ MakeBench = Callable[..., Bench]
 def bench(group: dist.ProcessGroup, tmp_path: Path) -> Iterator[MakeBench]:
     made: list[Bench] = []
 
-    def make(
-        folder: Path | None = None, files: Callable[[], HashedFiles] = HashedFiles
-    ) -> Bench:
+    def make(folder: Path | None = None, files: Callable[[], HashedFiles] = HashedFiles) -> Bench:
         made.append(Bench(folder or tmp_path / "snapshots", group, files))
         return made[-1]
 
@@ -140,7 +139,7 @@ def test_plain_torch_reads_it(bench: MakeBench) -> None:
     model = torch.nn.Linear(3, 2)
     made.save({f"model.{k}": v for k, v in model.state_dict().items()}, step=1)
 
-    from torch.distributed.checkpoint import load
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     other = torch.nn.Linear(3, 2)
     state = {"model": other.state_dict()}
@@ -175,10 +174,8 @@ def test_any_damage_is_seen_and_the_one_before_is_taken(
     assert file in made.rejected[0]
 
 
-def test_every_single_bit_of_the_marker_counts(tmp_path: Path) -> None:
-    facts = Marker(
-        id="s000001-g1", step=1, generation=1, job="j", world_size=1, seed=0, samples=12
-    )
+def test_every_single_bit_of_the_marker_counts() -> None:
+    facts = Marker(id="s000001-g1", step=1, generation=1, job="j", world_size=1, seed=0, samples=12)
     whole = marker.seal(facts)
     assert marker.unseal(whole) == facts
     for position in range(8 * len(whole)):
@@ -225,7 +222,7 @@ def test_a_disk_error_costs_that_snapshot_only(
     monkeypatch.setattr(Failing, "fault", OSError(number, os.strerror(number)))
     made.save(weights(2.0), 2)
     assert os.strerror(number) in (made.engine.last_error or "")
-    assert [f.name for f in made.findings] == ["snapshot failed"]
+    assert [f.name for f in made.findings] == ["snapshot.failed"]
     assert not (made.folder / "s000002-g1").exists(), "half of one must not eat the space"
 
     made.save(weights(3.0), 3)
@@ -242,7 +239,9 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "tiny"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder],
+        check=False,
+        capture_output=True,
     )
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode().strip()}")

@@ -33,7 +33,7 @@ def on_every_rank(hooks: Mapping[str, Any], report: Callable[[Finding], None]) -
     for name in sorted(hooks.keys() - everywhere):
         report(
             Finding(
-                name="hook missing",
+                name="hook.missing",
                 component="job",
                 severity="error",
                 summary=f"hook {name} is not on every rank, so it is off on all of them: see the "

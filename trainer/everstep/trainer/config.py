@@ -104,6 +104,9 @@ def load(path: Path) -> tuple[TrainerConfig, ConfigFile]:
     Raises ConfigError that names file, table, key and what is allowed.
     """
     file = ConfigFile.load(path)
+    for name, value in file.tables.items():
+        if not isinstance(value, dict):
+            raise ConfigError(f"{file.where}: {name!r} stands outside any table, e.g. [trainer]")
     for table in ("trainer", "hooks"):
         _refuse_near_miss(file, table)
     return file.section("trainer", TrainerConfig), file

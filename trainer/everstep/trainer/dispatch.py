@@ -116,7 +116,7 @@ class Dispatch:
     def _tell(self, hook: Hooked, severity: Any, what: str) -> None:
         self._report(
             Finding(
-                name="hook failed",
+                name="hook.failed",
                 component="job",
                 severity=severity,
                 summary=f"hook {hook.name} {what}",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from everstep.trainer.snapshot import marker
+from everstep.trainer.snapshot import catalogue, marker
 from everstep.trainer.snapshot.restore import load_tensors
 
 if TYPE_CHECKING:
@@ -37,13 +37,8 @@ def differences(left: Path, right: Path) -> list[str]:
 
 def newest(snapshots: Path) -> Path | None:
     """Return the finished snapshot with the highest step in a run's folder, None without one."""
-    finished = [f for f in snapshots.glob("s*-g*") if (f / marker.NAME).exists()]
-    return max(finished, key=_age, default=None)
-
-
-def _age(folder: Path) -> tuple[int, int]:
-    found = marker.read(folder)
-    return found.step, found.generation
+    finished = [entry.id for entry in catalogue.entries(snapshots) if entry.committed]
+    return snapshots / str(max(finished)) if finished else None
 
 
 def _all_of_them(_: str) -> bool:

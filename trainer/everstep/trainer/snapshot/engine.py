@@ -154,7 +154,7 @@ class Engine:
         if self._first:
             self._outside.report(
                 Finding(
-                    name="snapshot failed",
+                    name="snapshot.failed",
                     component="job",
                     severity="error",
                     summary=f"{id_} in {self._saver.folder}: {why}. Training goes on; the one "

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from everstep.sdk.hooks import Step
 
 
-class GradClipConfig(msgspec.Struct, frozen=True, kw_only=True):
+class GradClipConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The table `[hooks.grad_clip]`."""
 
     max_norm: float = 1.0

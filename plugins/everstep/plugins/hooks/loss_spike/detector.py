@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable
 
 Kind = Literal["outlier", "spike", "non_finite", "shift"]
 
@@ -32,7 +32,7 @@ NORM_WITHIN = 8
 _MAD_TO_SIGMA = 1.4826
 
 
-class LossSpikeConfig(msgspec.Struct, frozen=True, kw_only=True):
+class LossSpikeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The table `[hooks.loss_spike]`."""
 
     policy: Literal["log", "skip_update"] = "log"
@@ -67,13 +67,26 @@ class Event(NamedTuple):
     deviations: float
 
 
+class Known(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a detector knows, to survive a restart."""
+
+    losses: list[float]
+    strays: list[float]
+    all_strays: list[float]
+    norms: list[float]
+    norm_strays: list[float]
+    odd: list[int]
+    odd_in_a_row: int
+    steps_since_odd_norm: int
+
+
 class Recent:
     """The last `size` values, in order of age and of height."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, values: Iterable[float] = ()) -> None:
         self._size = size
-        self._by_age: deque[float] = deque()
-        self._by_height: list[float] = []
+        self._by_age: deque[float] = deque(values, maxlen=size)
+        self._by_height = sorted(self._by_age)
 
     def __len__(self) -> int:
         return len(self._by_age)
@@ -81,7 +94,7 @@ class Recent:
     def add(self, value: float) -> None:
         """Take in a value; the oldest makes room."""
         if len(self._by_age) == self._size:
-            old = self._by_age.popleft()
+            old = self._by_age[0]
             del self._by_height[bisect_left(self._by_height, old)]
         self._by_age.append(value)
         insort(self._by_height, value)
@@ -99,9 +112,9 @@ class Recent:
 class Normal:
     """What one quantity usually is, and how far it strays from that."""
 
-    def __init__(self) -> None:
-        self.level = Recent(LEVEL_WINDOW)
-        self.strays = Recent(SPREAD_WINDOW)
+    def __init__(self, level: Iterable[float] = (), strays: Iterable[float] = ()) -> None:
+        self.level = Recent(LEVEL_WINDOW, level)
+        self.strays = Recent(SPREAD_WINDOW, strays)
 
     def __len__(self) -> int:
         return len(self.strays)
@@ -184,32 +197,25 @@ class Detector:
         elif math.isfinite(norm):
             self._norm.add(norm)
 
-    def state(self) -> dict[str, object]:
-        """Return everything it knows, JSON-able."""
-        return {
-            "losses": self._loss.level.values(),
-            "strays": self._loss.strays.values(),
-            "all_strays": self._all_strays.values(),
-            "norms": self._norm.level.values(),
-            "norm_strays": self._norm.strays.values(),
-            "odd": list(self._odd),
-            "odd_in_a_row": self._odd_in_a_row,
-            "steps_since_odd_norm": self._steps_since_odd_norm,
-        }
+    def known(self) -> Known:
+        """Return everything it knows."""
+        return Known(
+            losses=self._loss.level.values(),
+            strays=self._loss.strays.values(),
+            all_strays=self._all_strays.values(),
+            norms=self._norm.level.values(),
+            norm_strays=self._norm.strays.values(),
+            odd=list(self._odd),
+            odd_in_a_row=self._odd_in_a_row,
+            steps_since_odd_norm=self._steps_since_odd_norm,
+        )
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Know again what `state` told, so that the first step after a resume is judged too."""
+    def restore(self, known: Known) -> None:
+        """Know it again, so that the first step after a resume is judged too."""
         self._forget()
-        self._norm = Normal()
-        for known, name in (
-            (self._loss.level, "losses"),
-            (self._loss.strays, "strays"),
-            (self._all_strays, "all_strays"),
-            (self._norm.level, "norms"),
-            (self._norm.strays, "norm_strays"),
-        ):
-            for value in state[name]:
-                known.add(value)
-        self._odd.extend(state["odd"])
-        self._odd_in_a_row = state["odd_in_a_row"]
-        self._steps_since_odd_norm = state["steps_since_odd_norm"]
+        self._loss = Normal(known.losses, known.strays)
+        self._norm = Normal(known.norms, known.norm_strays)
+        self._all_strays = Recent(TAIL_WINDOW, known.all_strays)
+        self._odd.extend(known.odd)
+        self._odd_in_a_row = known.odd_in_a_row
+        self._steps_since_odd_norm = known.steps_since_odd_norm

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from everstep.plugins.hooks.loss_spike.detector import Detector, Event, LossSpikeConfig
+import msgspec
+
+from everstep.plugins.hooks.loss_spike.detector import Detector, Event, Known, LossSpikeConfig
 from everstep.sdk import Finding
 from everstep.sdk.hooks import Decision
 
@@ -71,7 +74,7 @@ class LossSpike:
         done = " The update is skipped." if decision is Decision.SKIP_UPDATE else ""
         self._report(
             Finding(
-                name=f"loss {event.kind.replace('_', ' ')}",
+                name=f"loss.{event.kind}",
                 component="job",
                 severity=_severity(event),
                 summary=f"step {step.number}: loss {event.loss:.4g}, usual "
@@ -83,11 +86,13 @@ class LossSpike:
 
     def state(self) -> Mapping[str, object]:
         """Return what the detector knows."""
-        return self._detector.state()
+        known: dict[str, object] = msgspec.to_builtins(self._detector.known())
+        return known
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Judge the first step after a resume by what was normal before it."""
-        self._detector.restore(state)
+        with contextlib.suppress(msgspec.ValidationError):
+            self._detector.restore(msgspec.convert(state, Known))
 
 
 def _severity(event: Event) -> Severity:

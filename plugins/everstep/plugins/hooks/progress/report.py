@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class ProgressConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ProgressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The table `[hooks.progress]`."""
 
     log_every_steps: int = 50

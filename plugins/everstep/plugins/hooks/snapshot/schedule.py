@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from everstep.sdk.hooks import Snapshots, Step
 
 
-class SnapshotConfig(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The table `[hooks.snapshot]`."""
 
     every_steps: int = 100

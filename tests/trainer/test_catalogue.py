@@ -1,0 +1,89 @@
+"""Which snapshot to begin from, and which may be deleted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from everstep.trainer.snapshot import catalogue, marker
+from everstep.trainer.snapshot.catalogue import Entry, candidates, doomed
+from everstep.trainer.snapshot.marker import Marker
+from everstep.wire.ids import SnapshotId
+
+
+def entry(step: int, generation: int, *, job: str | None = "j", at_s: float = 0.0) -> Entry:
+    id_ = SnapshotId(step, generation)
+    return Entry(id_, committed=job is not None, job=job, committed_at_s=at_s)
+
+
+def names(ids: list[SnapshotId]) -> list[str]:
+    return [str(i) for i in ids]
+
+
+def test_without_a_plan_the_newest_generation_comes_before_the_highest_step() -> None:
+    found = [entry(100, 1), entry(130, 1), entry(110, 2), entry(140, 2, job=None)]
+    assert names(candidates(found, job="j", named=None)) == [
+        "s000110-g2",
+        "s000130-g1",
+        "s000100-g1",
+    ]
+
+
+def test_a_plan_decides() -> None:
+    named = [SnapshotId(100, 1), SnapshotId(90, 1)]
+    assert candidates([entry(110, 2)], job="j", named=named) == named
+
+
+def test_a_plan_without_snapshots_means_those_of_an_earlier_job_or_the_beginning() -> None:
+    found = [entry(50, 1), entry(90, 7, job="old", at_s=1.0), entry(95, 2, job="later", at_s=2.0)]
+    assert names(candidates(found, job="j", named=())) == ["s000095-g2", "s000090-g7"]
+    assert candidates([entry(50, 1)], job="j", named=()) == []
+
+
+def gone(found: list[Entry], *, generation: int = 1, keep: int = 2, newest: Entry) -> list[str]:
+    return names(doomed(found, job="j", generation=generation, keep=keep, newest=newest.id))
+
+
+def test_the_newest_are_kept() -> None:
+    found = [entry(s, 1) for s in (10, 20, 30, 40)]
+    assert gone(found, newest=found[-1]) == ["s000010-g1", "s000020-g1"]
+
+
+def test_a_rollback_makes_older_generations_older_whatever_their_steps() -> None:
+    found = [entry(100, 1), entry(130, 1), entry(110, 2), entry(120, 2)]
+    assert gone(found, generation=2, newest=found[-1]) == ["s000100-g1", "s000130-g1"]
+
+
+def test_unfinished_ones_go_when_their_generation_is_over() -> None:
+    found = [entry(10, 1, job=None), entry(20, 2), entry(30, 2), entry(40, 2, job=None)]
+    assert gone(found, generation=2, newest=found[2]) == ["s000010-g1"]
+    found.append(entry(50, 3, job=None))
+    assert "s000050-g3" not in gone(found, generation=2, newest=found[2])
+
+
+def test_a_stale_writer_deletes_nothing() -> None:
+    found = [entry(s, 1) for s in (10, 20, 30)] + [entry(25, 2)]
+    assert gone(found, generation=1, newest=found[2]) == []
+
+
+def test_an_earlier_jobs_snapshots_stay_until_this_job_has_enough_of_its_own() -> None:
+    old = [entry(10, 8, job="old"), entry(20, 8, job="old")]
+    assert gone([*old, entry(30, 1)], newest=entry(30, 1)) == []
+    found = [*old, entry(30, 1), entry(40, 1)]
+    assert gone(found, newest=found[-1]) == ["s000010-g8", "s000020-g8"]
+
+
+def test_the_folder_is_read_as_it_is(tmp_path: Path) -> None:
+    for name in ("s000010-g1", "s000020-g1", "s000030-g1", "notes", "s000010-g1.aside"):
+        (tmp_path / name).mkdir()
+    facts = Marker(
+        id="s000010-g1", step=10, generation=1, job="j", world_size=1, seed=0, samples=120
+    )
+    marker.write(tmp_path / "s000010-g1", facts)
+    (tmp_path / "s000020-g1" / marker.NAME).write_text("{")
+    found = catalogue.entries(tmp_path)
+    assert [(str(e.id), e.committed, e.job) for e in found] == [
+        ("s000010-g1", True, "j"),
+        ("s000020-g1", True, None),
+        ("s000030-g1", False, None),
+    ]
+    assert catalogue.entries(tmp_path / "nothing") == []

@@ -197,8 +197,6 @@ class Uplink:
             self.counts["before the welcome"] += 1
 
     def _came_up(self, url: str, welcome: CoordinatorWelcome) -> None:
-        self._queue.clear()
-        self._queued_bytes = 0
         self._sent_s.clear()
         self._offset.forget()
         self._heard_s = self._mono()
@@ -210,6 +208,8 @@ class Uplink:
     def _went_down(self) -> None:
         self.up, self.url = False, None
         self.down_since_s = self._mono()
+        self._queue.clear()
+        self._queued_bytes = 0
         self._ends.changed()
 
     async def _read(self, ws: aiohttp.ClientWebSocketResponse) -> NoReturn:

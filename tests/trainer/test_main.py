@@ -32,9 +32,13 @@ def test_under_stock_torchrun_a_killed_rank_changes_nothing(
     tmp_path: Path, write_config: WriteConfig, start_ranks: StartRanks
 ) -> None:
     settings: dict[str, Any] = {"steps": 120, "hooks": {"snapshot": {"every_steps": 20}}}
-    command = [*TORCHRUN, "--max-restarts=3", *TRAINER, write_config("killed", **settings)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, env=environ(), **pipes) as run:
+    config = str(write_config("killed", **settings))
+    with subprocess.Popen(
+        [*TORCHRUN, "--max-restarts=3", *TRAINER, config],
+        env=environ(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as run:
         try:
             wait_until(partial(committed, tmp_path / "killed", 20), what="a snapshot")
             psutil.Process(run.pid).children()[-1].kill()

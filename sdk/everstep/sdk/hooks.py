@@ -154,6 +154,31 @@ class Step(Protocol):
         ...
 
     @property
+    def data_s(self) -> float:
+        """Part of it that went into getting the samples; this and the next, nan if not marked."""
+        ...
+
+    @property
+    def forward_s(self) -> float:
+        """Part of it in forward passes."""
+        ...
+
+    @property
+    def backward_s(self) -> float:
+        """Part of it in backward passes."""
+        ...
+
+    @property
+    def update_s(self) -> float:
+        """Part of it in hooks, agreement and optimizer."""
+        ...
+
+    @property
+    def snapshot_s(self) -> float:
+        """Part of it for which the snapshot taken after the step before held up the loop."""
+        ...
+
+    @property
     def grad_norm(self) -> float:
         """Global norm before clipping; nan unless a hook has set it."""
         ...

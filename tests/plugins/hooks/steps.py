@@ -21,6 +21,11 @@ class FakeStep:
     tokens: int = 100
     lr: float = 0.1
     step_s: float = 0.5
+    data_s: float = 0.1
+    forward_s: float = 0.1
+    backward_s: float = 0.2
+    update_s: float = 0.1
+    snapshot_s: float = 0.0
     samples: Sequence[tuple[int, int]] = ((0, 12),)
     parameters: Sequence[torch.Tensor] = ()
     decision: Decision = Decision.PROCEED

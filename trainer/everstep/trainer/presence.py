@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from everstep.sdk.hooks import Step
     from everstep.trainer.place import Seat
     from everstep.trainer.snapshot.marker import Marker
-    from everstep.trainer.step import Step
     from everstep.wire.ids import SnapshotId
     from everstep.wire.messages import AgentMessage, Finding, Phase
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.agent.stage import Stage
+from tests.agent.stage import Stage, wait_until
 from tests.cli.actors import Ended
 from tests.cli.scene import Coordinator
 
@@ -123,7 +123,7 @@ def test_a_single_machine_has_both_in_one_process(everstep: Type, stage: Stage) 
     )
     agent.arguments = [*agent.arguments, "--with-coordinator"]
     agent.start()
-    url = agent.status()["coordinator"]["url"]
-    told = everstep("status", "--coordinator", url)
+    wait_until(lambda: agent.status()["coordinator"]["connected"], "the agent has its coordinator")
+    told = everstep("status", "--coordinator", agent.status()["coordinator"]["url"])
     assert told.code == 0
     assert agent.stop() == 0

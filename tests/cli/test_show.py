@@ -40,6 +40,19 @@ def test_on_a_terminal_states_have_colours_and_long_cells_are_folded(
     assert text.count("x") == 300
 
 
+def test_a_terminal_is_spared_the_columns_that_tell_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    show.table(("NAME", "LOSS", "WHY"), [["a", "-", ""], ["b", "-", "late"]])
+    show.table(("EMPTY",), [])
+    text = terminal.getvalue()
+    assert "LOSS" not in text
+    assert "WHY" in text
+    assert "EMPTY" in text
+
+
 def test_what_a_job_wrote_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     show.table(("WHY",), [["\x1b]0;owned\x07\nsecond [red]line[/red]"]])
     show.say("\x1b[2J")

@@ -94,15 +94,26 @@ def verbatim(text: str, *, indent: str = "  ") -> None:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-    """Print rows in columns. In a pipe nothing is cut and nothing is coloured."""
+    """Print rows in columns.
+
+    In a pipe nothing is cut or coloured, and all columns are there; on a terminal, where room is
+    scarce, those that tell nothing are left out.
+    """
     if sys.stdout.isatty():
-        _fitted(heads, rows)
+        telling = _telling(heads, rows)
+        _fitted([heads[i] for i in telling], [[row[i] for i in telling] for row in rows])
         return
     cells = [list(heads), *([printable(_text(cell)) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         padded = (text.ljust(width) for text, width in zip(row, widths, strict=True))
         print("  ".join(padded).rstrip())
+
+
+def _telling(heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[int]:
+    """Return the columns in which some row says something."""
+    columns = range(len(heads))
+    return [i for i in columns if not rows or any(_text(row[i]) not in ("", "-") for row in rows)]
 
 
 def _fitted(heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:

@@ -93,6 +93,7 @@ class JobBook:
     replan: Replan | None = None
     proposed: int = 0
     plan: Plan | None = None
+    members: list[str] = field(default_factory=list)  # of the generation in force, in rank order
     committed_at_s: float = 0.0
     started: dict[str, facts.RanksUp] = field(default_factory=dict)
     down: dict[int, facts.RankDown] = field(default_factory=dict)
@@ -114,13 +115,6 @@ class JobBook:
     def generation(self) -> int:
         """The generation in force, 0 before the first."""
         return self.plan.generation if self.plan else self.spec.adopted
-
-    @property
-    def members(self) -> list[str]:
-        """The nodes of the generation in force, in rank order."""
-        if self.plan is not None:
-            return [m.node for m in self.plan.members]
-        return list(self.started) if self.spec.adopted else []
 
     @property
     def world_size(self) -> int:
@@ -264,14 +258,18 @@ def _plan_committed(books: Books, fact: facts.PlanCommitted) -> None:
     job, plan = books.jobs[fact.job], fact.plan
     job.plan, job.committed_at_s, job.replan = plan, fact.at_s, None
     job.started, job.down = {}, {}
-    members = tuple(m.node for m in plan.members)
+    job.members = [m.node for m in plan.members]
+    members, resume = tuple(job.members), tuple(plan.resume)
     job.generations.append(
-        Generation(plan.generation, members, fact.at_s, plan.why, plan.asked_by, tuple(plan.resume))
+        Generation(plan.generation, members, fact.at_s, plan.why, plan.asked_by, resume)
     )
 
 
 def _ranks_up(books: Books, fact: facts.RanksUp) -> None:
-    books.jobs[fact.job].started[fact.node] = fact
+    job = books.jobs[fact.job]
+    job.started[fact.node] = fact
+    if job.plan is None and fact.node not in job.members:
+        job.members.append(fact.node)  # of a job that was taken in as it ran
 
 
 def _rank_down(books: Books, fact: facts.RankDown) -> None:

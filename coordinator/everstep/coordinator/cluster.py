@@ -147,7 +147,7 @@ class Cluster:
             if node is not None:
                 self.evict(turn, node, f"again: {stand.why}", job=job, evidence=())
         self._give_up_detached(turn, job)
-        planning.advance(turn, job)
+        planning.watch(turn, job)
         planning.consider_growth(turn, job, at_snapshot=False)
         progress.watch_resumption(turn, job)
 
@@ -231,7 +231,8 @@ class Cluster:
             return
         else:
             self._job_message(turn, job, session, message)
-        planning.advance(turn, job)
+        if isinstance(body, (Leaving, RankEnded)):
+            planning.advance(turn, job)
 
     def _job_message(self, turn: Turn, job: Job, session: Session, message: FromClient) -> None:
         node = session.node

@@ -8,8 +8,10 @@ import hmac
 import itertools
 import logging
 from collections import Counter, deque
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import msgspec
 from aiohttp import WSMsgType, web
 
 from everstep.wire.codec import MAX_FRAME_BYTES, Decoder, encode
@@ -17,9 +19,12 @@ from everstep.wire.errors import MalformedMessageError
 from everstep.wire.messages import (
     AgentHello,
     AgentToCoordinator,
+    Committed,
     CoordinatorRefusal,
     Heartbeat,
     HeartbeatReply,
+    Message,
+    ToClient,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +42,36 @@ _TOKEN_RETRY_S = 30.0
 _decoder: Decoder[AgentToCoordinator] = Decoder(AgentToCoordinator)
 
 
+class _ToClient(Message, frozen=True, kw_only=True, tag="ToClient"):
+    client: str
+    body: msgspec.Raw
+
+
+@lru_cache(maxsize=4)
+def _encoded_plan(body: _ById) -> msgspec.Raw:
+    return msgspec.Raw(encode(body.message))
+
+
+class _ById:
+    """Makes a message a key by identity: a plan goes to all launchers and is encoded once."""
+
+    def __init__(self, message: Committed) -> None:
+        self.message = message
+
+    def __hash__(self) -> int:
+        return id(self.message.plan)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and other.message.plan is self.message.plan
+
+
+def _encoded(message: CoordinatorToAgent) -> bytes:
+    if isinstance(message, ToClient) and isinstance(message.body, Committed):
+        raw = _encoded_plan(_ById(message.body))
+        return encode(_ToClient(client=message.client, body=raw))
+    return encode(message)
+
+
 class Connection:
     """The way back to one agent: what cannot be sent at once waits here, up to a limit."""
 
@@ -48,7 +83,7 @@ class Connection:
 
     def send(self, message: CoordinatorToAgent) -> None:
         """Send, after what waits already; an agent that reads nothing is hung up on."""
-        self._queue.append(encode(message))
+        self._queue.append(_encoded(message))
         if len(self._queue) > _MAX_QUEUED:
             self.hang_up(f"{len(self._queue)} messages wait and none is read")
         elif self._task is None:

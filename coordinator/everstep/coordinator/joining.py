@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from everstep.wire.messages import FromClient, Join, Peer
 
 _CLAIM_S = 3.0
+_CROWD = 64
 _TOLD_LATER_S = 600.0
 
 
@@ -166,7 +167,9 @@ class Door:
             failing.launcher_gone(turn, job, applicant.node, why, said=False)
         _take_in(turn, job, applicant)
         _reconcile(turn, job, applicant)
-        planning.advance(turn, job)
+        crowd = len(job.book.seats) > _CROWD
+        if not crowd or len(job.attached) == job.book.spec.max_nodes:
+            planning.advance(turn, job)  # of a crowd not after each one: the clock sees to it
 
 
 def _take_in(turn: Turn, job: Job, applicant: Applicant) -> None:

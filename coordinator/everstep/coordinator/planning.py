@@ -41,16 +41,21 @@ def ask(turn: Turn, job: Job, why: str, *, asked_by: str, incident: Incident | N
     )
 
 
+def watch(turn: Turn, job: Job) -> None:
+    """Look whether the plan in force gets started, and take the job on. Called by the clock."""
+    if job.book.over is None and job.proposal is None and job.book.replan is None:
+        _watch_start(turn, job)
+    advance(turn, job)
+
+
 def advance(turn: Turn, job: Job) -> None:
-    """Take the job as far as it gets now. Called after whatever concerns it, and by the clock."""
+    """Take the job as far as it gets now. Called after whatever concerns its membership."""
     if job.book.over is not None:
         return
     if job.proposal is not None:
         _watch_binding(turn, job)
     if job.proposal is not None:
         return
-    if job.book.replan is None:
-        _watch_start(turn, job)
     replan = job.book.replan
     if replan is None or turn.now_s < job.hold_until_s or not reckoning.settled(turn, job):
         return
@@ -184,7 +189,7 @@ def _ready(job: Job, proposal: Proposal, now_s: float) -> bool:
 
 def _commit(turn: Turn, job: Job, proposal: Proposal, bind: StoreBound) -> None:
     book, replan = job.book, job.book.replan
-    before = book.members
+    before = list(book.members)
     plan = Plan(
         job=book.id,
         run_id=book.spec.run_id,

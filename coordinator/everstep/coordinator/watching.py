@@ -22,17 +22,23 @@ def losses(job: Job, now_s: float) -> Iterator[Loss]:
     if book.over is not None or book.generation == 0 or not job.nodes.listening(now_s):
         return
     silent = [node for node in book.members if job.nodes.away_since(node, now_s) is not None]
+    if not silent:
+        return
+    clues = _clues(job, now_s)
+    if not clues and _first_moves(job, now_s, job.config.silence.standing_s):
+        return  # nobody bears witness, however many are silent
+    peers = list(job.ranks(now_s))
+    known = {c.node for c in clues if c.kind == "lost"}  # whatever was decided about them
+    others = [c for c in clues if c.kind != "lost"]
+    expected = _expected(job, set(silent))
     for node in silent:
-        if not _still_ours(job, node):
+        if node in known or not _still_ours(job, node):
             continue
-        clues = _clues(job, now_s)
-        if any(c.kind == "lost" and c.node == node for c in clues):
-            continue  # known, whatever was decided about it
         loss = lost(
             _silent(job, node, now_s),
-            [seen for seen in job.ranks(now_s) if seen.node != node],
-            [c for c in clues if c.kind != "lost"],
-            expected_peers=_expected(job, silent),
+            peers,
+            others,
+            expected_peers=expected,
             now_s=now_s,
             rules=job.config.silence,
         )
@@ -45,7 +51,7 @@ def stands(job: Job, now_s: float) -> Standstill | None:
     book = job.book
     if book.over is not None or book.replan is not None or len(book.started) < len(book.members):
         return None
-    if _first_moves(job, now_s) or cases.of_generation(job) is not None:
+    if _first_moves(job, now_s, job.config.silence.hang_s) or cases.of_generation(job) is not None:
         return None
     ranks: list[Seen] = list(job.ranks(now_s))
     return standstill(ranks, expected=book.world_size, now_s=now_s, rules=job.config.silence)
@@ -77,12 +83,12 @@ def _clues(job: Job, now_s: float) -> list[Clue]:
     return told + unsaid
 
 
-def _expected(job: Job, silent: list[str]) -> int:
+def _expected(job: Job, silent: set[str]) -> int:
     seats = job.book.seats
     return sum(seats[n].local_world_size for n in job.book.members if n not in silent)
 
 
-def _first_moves(job: Job, now_s: float) -> bool:
+def _first_moves(job: Job, now_s: float, limit_s: float) -> bool:
     """Return whether the first rank that can be seen moves: the cheap look at a healthy job."""
     first = next(job.ranks(now_s), None)
-    return first is None or first.progress.standing_s < job.config.silence.hang_s
+    return first is None or first.progress.standing_s < limit_s

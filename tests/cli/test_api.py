@@ -98,6 +98,14 @@ def test_a_token_that_is_missing_or_wrong_is_named(api: Server, token: str) -> N
     assert "secret" not in str(caught.value)
 
 
+def test_a_token_may_be_any_text_of_one_line(api: Server) -> None:
+    api.token = "schlüssel".encode().decode("latin-1")  # as http.server reads a header
+    api.says["GET /v1/nodes"] = 200, []
+    assert Api(api.url, "schlüssel").get("nodes") == []
+    with pytest.raises(ApiRefusedError, match="the token cannot be sent"):
+        Api(api.url, "two\nlines").get("nodes")
+
+
 @pytest.mark.parametrize("status", [400, 404, 409])
 def test_a_refusal_is_told_in_the_coordinators_words(api: Server, status: int) -> None:
     api.says["POST /v1/nodes/n1/evict"] = status, {"error": "n1 is evicted already: lost"}

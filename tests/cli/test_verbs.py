@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import pytest
 import typer
-from tests.cli.actors import Ended
+from tests.cli.actors import Api, Ended
 from typer.main import get_command
 
 from everstep.cli.main import app
@@ -107,6 +107,12 @@ def test_a_wrong_command_line_is_one_line_and_64(
     assert told.err.startswith("everstep: ")
     assert told.err.count("\n") == 1
     assert says in told.err
+
+
+def test_what_others_wrote_into_an_error_stays_on_its_line(everstep: Everstep, api: Api) -> None:
+    api.says["GET /v1/jobs/a"] = 404, {"error": "no job\n\x1b[2Jat all"}
+    told = everstep("jobs", "show", "a", "--coordinator", api.url)
+    assert told == Ended(64, "", "everstep: no job \\x1b[2Jat all\n")
 
 
 def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,9 +96,9 @@ class Api:
         )
 
     def _ask_one(self, url: str, method: str, path: str, body: bytes | None) -> Any:
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        headers: dict[str, str | bytes] = {"Content-Type": "application/json"}
         if self.token:
-            headers["Authorization"] = f"Bearer {self.token}"
+            headers["Authorization"] = f"Bearer {self.token}".encode()
         place = urlsplit(url)
         connection = _connection(place, self.timeout_s)
         try:
@@ -117,6 +117,8 @@ class Api:
             ) from exc
         except (OSError, HTTPException) as exc:
             raise ApiError(f"{url}: the connection broke ({exc!r}): ask again") from exc
+        except ValueError as exc:
+            raise ApiRefusedError(f"the token cannot be sent: {exc}") from exc
         finally:
             connection.close()
 

@@ -80,5 +80,7 @@ def _usage(exc: Any) -> str:
 
 
 def _leave(why: str, code: int) -> None:
-    sys.stderr.write(f"everstep: {why}\n")
+    from everstep.cli.show import printable
+
+    sys.stderr.write(f"everstep: {printable(why)}\n")
     sys.exit(code)

@@ -1,0 +1,214 @@
+"""How long a run stands still after a fault: from the signal to the first new step of all ranks.
+
+    python tests/bench/mttr.py [--quick] [--runs N] [--only FIGURE ...]
+
+The training script is everstep's own, with steps of about 100 ms and a snapshot every 5 steps, for
+everstep and for the peer alike: plain torchrun, which resumes from the same snapshots. Every run is
+a fresh one; the two take turns. The fault comes when 20 steps are done; times are wall clock, the
+steps' ends as the ranks put them down themselves.
+
+A killed rank gets SIGKILL. A frozen node is one whose every process gets SIGSTOP, agent and
+launcher included; a spare waits beside it. It is never the node that everything depends on: the
+first one, where torchrun keeps its store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.bench import form
+from tests.bench.contestants import Contestant, Everstep, PlainTorchrun, Shape, freeze, ranks
+
+from everstep.cli.demo import story
+from everstep.cli.demo.training import library_bytes
+from everstep.trainer import ledger
+
+SETTLED_STEPS = 20
+VICTIM = 1
+START_S, GIVE_UP_S, POLL_S = 120.0, 60.0, 0.1
+LATER = "comes with re-forming in place"
+TARGETS = {
+    "rank_kill_all_s": 1.0,
+    "rank_kill_restart_s": 1.0,
+    "rank_kill_survivor_s": 0.25,
+    "node_freeze_detected_s": 3.1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is done to which kind of run."""
+
+    figure: str
+    shape: Shape
+    strike: Callable[[Contestant], None]
+
+
+def kill_rank(run: Contestant) -> None:
+    """SIGKILL one rank."""
+    victim = ranks(run.nodes())[VICTIM]
+    os.kill(victim.pid, signal.SIGKILL)
+
+
+def freeze_node(run: Contestant) -> None:
+    """SIGSTOP the node of one rank."""
+    nodes = run.nodes()
+    freeze(nodes[ranks(nodes)[VICTIM].node])
+
+
+FAULTS = (
+    Fault("rank_kill_restart_s", Shape(nodes=2, ranks=1), kill_rank),
+    Fault("node_freeze_s", Shape(nodes=2, ranks=1, spares=1), freeze_node),
+    Fault("one_node_rank_kill_restart_s", Shape(nodes=1, ranks=2), kill_rank),
+)
+PEERS: dict[str, type[Everstep | PlainTorchrun]] = {"torchrun": PlainTorchrun}
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What one run showed; `resumed_s` is None when it did not come back in time."""
+
+    resumed_s: float | None
+    steps_lost: int = 0
+    step_s: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = form.options(__doc__)
+    parser.add_argument("--runs", type=int, default=5, help="runs of each kind (quick: 1)")
+    names = [f.figure for f in FAULTS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="FIGURE")
+    asked = parser.parse_args()
+    runs = 1 if asked.quick else asked.runs
+    found = form.Form("mttr", TARGETS, runs)
+    folder = Path(tempfile.mkdtemp(prefix="everstep-mttr-"))
+    try:
+        data = library_bytes(folder / "data.bin")
+        for fault in FAULTS:
+            if fault.figure in asked.only:
+                measure(found, fault, folder, data, runs, peers={} if asked.quick else PEERS)
+    finally:
+        (folder / "data.bin").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # what did not come back is left to be looked at
+    for prefix in ("", "one_node_"):
+        for name in ("rank_kill_all_s", "rank_kill_survivor_s", "rank_stop_all_s"):
+            found.put(prefix + name, None, LATER)
+    found.put("one_node_node_freeze_s", None, "with its only node the whole run is frozen")
+    found.print()
+
+
+def measure(
+    found: form.Form,
+    fault: Fault,
+    folder: Path,
+    data: Path,
+    runs: int,
+    peers: dict[str, type[Everstep | PlainTorchrun]],
+) -> None:
+    """Do one fault to so many runs of each contestant, in turn."""
+    seen: dict[str, list[Recovered]] = {}
+    for number in range(runs):
+        for name, kind in {"everstep": Everstep, **peers}.items():
+            place = folder / f"{fault.figure}-{name}-{number}"
+            one = run(kind, fault, place, data)
+            seen.setdefault(name, []).append(one)
+            parts = " ".join(f"{k} {v:.2f}" for k, v in one.parts.items())
+            form.say(f"{fault.figure} {name}: {_text(one.resumed_s)}; {parts}")
+            if one.resumed_s is None:
+                form.say(f"its logs are kept in {place}")
+            else:
+                shutil.rmtree(place)
+    for name, many in seen.items():
+        value = form.median(r.resumed_s for r in many)
+        missed = sum(r.resumed_s is None for r in many)
+        why = f"{missed} of {runs} runs did not go on within {GIVE_UP_S:.0f} s" if missed else ""
+        if name == "everstep":
+            found.put(fault.figure, value, why)
+            _put_parts(found, fault.figure.removesuffix("_s"), many)
+        else:
+            found.put_peer(name, fault.figure, value, why)
+
+
+def _put_parts(found: form.Form, prefix: str, many: Sequence[Recovered]) -> None:
+    for part in sorted({part for r in many for part in r.parts}):
+        found.put(f"{prefix}_{part}", form.median(r.parts.get(part) for r in many))
+    found.put(f"{prefix}_steps_lost", form.median(r.steps_lost for r in many))
+    found.put(f"{prefix}_step_s", form.median(r.step_s for r in many))
+
+
+def run(kind: type[Everstep | PlainTorchrun], fault: Fault, folder: Path, data: Path) -> Recovered:
+    """Start a run, do the fault to it, and return how it came back."""
+    training = folder / "training"
+    with kind(folder / "launch", fault.shape, configuration(training, data)) as contestant:
+        wait(lambda: len(steps(training)) >= SETTLED_STEPS, START_S, f"steps in {folder}")
+        at_s = time.time()
+        fault.strike(contestant)
+        back = wait_for_recovery(training, at_s)
+        if back is None:
+            return Recovered(None)
+        parts = contestant.parts(at_s)
+    opened = [b.chapter.opened_at_s for b in ledger.read(training / "ledger")]
+    parts["restored_s"] = max(opened) - at_s
+    step_s = story.median_step_s(steps(training)[:SETTLED_STEPS])
+    return Recovered(back.resumed_s, back.steps_lost, step_s, parts)
+
+
+def wait_for_recovery(training: Path, at_s: float) -> story.Recovery | None:
+    """Return how the run came back, None when it has not after a minute."""
+    end_s = time.monotonic() + GIVE_UP_S
+    while time.monotonic() < end_s:
+        back = story.recovery(steps(training), at_s)
+        if back is not None:
+            return back
+        time.sleep(POLL_S)
+    return None
+
+
+def wait(true: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Poll until it is true. Raises RuntimeError when it does not come."""
+    end_s = time.monotonic() + timeout_s
+    while not true():
+        if time.monotonic() > end_s:
+            raise RuntimeError(f"not within {timeout_s:.0f} s: {what}")
+        time.sleep(POLL_S)
+
+
+def steps(training: Path) -> list[story.Step]:
+    """Return the steps that all ranks of their generation have finished."""
+    folder = training / "ledger"
+    return story.finished(ledger.read(folder)) if folder.exists() else []
+
+
+def configuration(training: Path, data: Path) -> Path:
+    """Write a configuration with steps of about 100 ms on one core for each of two ranks."""
+    training.mkdir(parents=True)
+    path = training / "run.toml"
+    path.write_text(
+        f'[trainer]\nrun_dir = "{training}"\ndata = "{data}"\nsteps = 1000000\nledger = true\n'
+        'global_batch = 12\nmicro_batch = 2\nseq_len = 128\nthreads = 1\ndevice = "cpu"\n\n'
+        "[trainer.model]\ndim = 128\nlayers = 4\nheads = 4\nkv_heads = 4\nffn_dim = 384\n\n"
+        "[hooks.snapshot]\nevery_steps = 5\n"
+    )
+    return path
+
+
+def _text(seconds: float | None) -> str:
+    return "never" if seconds is None else f"{seconds:.2f} s"
+
+
+if __name__ == "__main__":
+    main()

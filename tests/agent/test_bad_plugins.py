@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +91,7 @@ BROKEN = {
     "raises": (
         "def collect(self): return [1 / 0]",
         "raised",
-        "ZeroDivisionError: division by zero (stranger_bad.py:13)",
+        "ZeroDivisionError: division by zero (stranger_raises.py:13)",
     ),
     "raises late": (
         "def collect(self):\n  yield from ()\n  raise KeyError('x')",
@@ -136,28 +138,85 @@ BROKEN = {
 }  # fmt: skip
 
 
+STARTS_BADLY = {
+    "import": "import nothing_of_that_name\n",
+    "syntax": "class Plugin(:\n",
+    "exit": "import sys; sys.exit(1)\n",
+    "constructor": COMMON + "class Plugin(Base):\n"
+    "    def __init__(self, config): 1 / 0\n    def collect(self): return []",
+    "asks too much": COMMON + "class Plugin(Base):\n"
+    "    def __init__(self, config, moon): pass\n    def collect(self): return []",
+    "no verb": COMMON + "class Plugin(Base): pass\n",
+}
+
+
+@dataclass(frozen=True)
+class Hospital:
+    """One agent with every bad plugin at once, and one good plugin among them."""
+
+    agent: AgentProcess
+    coordinator: FakeCoordinator
+
+
+@pytest.fixture(scope="module")
+def hospital() -> Iterator[Hospital]:
+    stage = Stage()
+    broken = {
+        named(kind): COMMON + "class Plugin(Base):\n    " + verb.replace("\n", "\n    ")
+        for kind, (verb, _, _) in BROKEN.items()
+    }
+    badly = {named(kind): code for kind, code in STARTS_BADLY.items()}
+    coordinator = stage.coordinator()
+    yield Hospital(start(stage, coordinator, **broken, **badly), coordinator)
+    stage.close()
+
+
+def named(kind: str) -> str:
+    return kind.replace(" ", "_")
+
+
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_plugin_that_misbehaves_is_counted_shown_and_reported_once(
-    stage: Stage, coordinator: FakeCoordinator, kind: str
+    hospital: Hospital, kind: str
 ) -> None:
-    verb, fault, why = BROKEN[kind]
-    code = COMMON + "class Plugin(Base):\n    " + verb.replace("\n", "\n    ")
-    agent = start(stage, coordinator, bad=code)
-    wait_until(lambda: facts(agent, "bad")["failures"][fault] >= 1, "the failure is counted")
-    seen = facts(agent, "bad")
+    _, fault, why = BROKEN[kind]
+    agent, name = hospital.agent, named(kind)
+    wait_until(lambda: facts(agent, name)["failures"][fault] >= 1, "the failure is counted")
+    seen = facts(agent, name)
     assert why in seen["why"]
     assert seen["state"] == ("hung" if fault == "hung" else "failing")
     status, text = agent.get("/healthz")
     assert status == 503
-    assert "collectors.bad: " in text
+    assert f"collectors.{name}: " in text
 
-    coordinator.expect(NodeFinding)
+    hospital.coordinator.expect(NodeFinding, lambda m: m.plugin == f"collectors.{name}")
     works(agent)
-    (found,) = trouble(coordinator, "collectors.bad")
+    (found,) = trouble(hospital.coordinator, f"collectors.{name}")
     assert (found.name, found.severity, found.component) == ("plugin.failing", "warning", "host")
     assert why in found.summary
     assert "enabled = false" in (found.suggested_action or "")
+
+
+@pytest.mark.parametrize("kind", STARTS_BADLY)
+def test_a_plugin_that_cannot_be_started_is_reported_and_the_agent_starts(
+    hospital: Hospital, kind: str
+) -> None:
+    source = f"collectors.{named(kind)}"
+    assert facts(hospital.agent, named(kind))["state"] == "failed"
+    found = hospital.coordinator.expect(NodeFinding, lambda m: m.plugin == source)
+    assert "could not be started" in found.finding.summary
+    works(hospital.agent)
+
+
+def test_an_agent_stops_in_time_though_a_plugin_hangs(
+    stage: Stage, coordinator: FakeCoordinator
+) -> None:
+    code = COMMON + "class Plugin(Base):\n    def collect(self): time.sleep(600)\n"
+    agent = start(stage, coordinator, bad=code)
+    wait_until(lambda: facts(agent, "bad")["state"] == "hung", "it hangs")
+    began_s = time.monotonic()
     assert agent.stop() == 0
+    assert time.monotonic() - began_s < 5.0
 
 
 def test_a_plugin_that_fails_is_called_less_and_less_often(
@@ -193,31 +252,6 @@ class Plugin(Base):
     began, over = trouble(coordinator, "collectors.slow")
     assert (began.resolved, over.resolved) == (False, True)
     assert agent.get("/healthz")[0] == 200
-
-
-STARTS_BADLY = {
-    "import": "import nothing_of_that_name\n",
-    "syntax": "class Plugin(:\n",
-    "exit": "import sys; sys.exit(1)\n",
-    "constructor": COMMON + "class Plugin(Base):\n"
-    "    def __init__(self, config): 1 / 0\n    def collect(self): return []",
-    "asks too much": COMMON + "class Plugin(Base):\n"
-    "    def __init__(self, config, moon): pass\n    def collect(self): return []",
-    "no verb": COMMON + "class Plugin(Base): pass\n",
-}
-
-
-@pytest.mark.parametrize("kind", STARTS_BADLY)
-def test_a_plugin_that_cannot_be_started_is_reported_and_the_agent_starts(
-    stage: Stage, coordinator: FakeCoordinator, kind: str
-) -> None:
-    agent = start(stage, coordinator, bad=STARTS_BADLY[kind])
-    assert facts(agent, "bad")["state"] == "failed"
-    found = coordinator.expect(NodeFinding)
-    assert found.plugin == "collectors.bad"
-    assert "could not be started" in found.finding.summary
-    assert agent.get("/healthz")[0] == 503
-    works(agent)
 
 
 def test_the_agent_can_be_stopped_while_a_plugin_hangs_in_its_start(

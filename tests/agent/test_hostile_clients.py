@@ -119,6 +119,19 @@ def test_a_stranger_cannot_make_the_agent_buffer_megabytes(
 
 
 @pytest.mark.usefixtures("others_are_served")
+def test_a_message_that_would_not_fit_into_a_frame_to_the_coordinator_is_dropped_here(
+    stage: Stage, coordinator: FakeCoordinator, agent: AgentProcess
+) -> None:
+    client = stage.client(agent)
+    client.greet(LAUNCHER)
+    client.say(GroupSucceeded(nonce="x" * 8_000_000, generation=1))
+    client.say(JOIN)
+    assert coordinator.expect(FromClient).body == JOIN
+    assert len(coordinator.hellos) == 1
+    assert "message too large" in agent.log
+
+
+@pytest.mark.usefixtures("others_are_served")
 def test_descriptors_where_none_belong_are_closed(
     stage: Stage, coordinator: FakeCoordinator, agent: AgentProcess
 ) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.agent.clock_offset import ClockOffset
-from everstep.agent.config import Overrides, settle
+from everstep.agent.config import AgentConfig, Overrides, settle
 from everstep.agent.findings import REPEAT_S, Findings
 from everstep.agent.logs import KeyValue
 from everstep.agent.metrics import Exposition
@@ -243,6 +243,13 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_the_environme
     assert (from_file.node, str(from_file.socket), from_file.port) == ("f", "/f", 1)
     default = settle(ConfigFile(), Overrides(), environ)
     assert (default.node, str(default.socket)) == (socket.gethostname(), "/e")
+
+
+def test_every_key_of_the_table_is_explained_in_the_readme() -> None:
+    readme = Path(__file__).parents[2] / "agent" / "README.md"
+    table = readme.read_text().split("[agent]")[1].split("[collectors")[0]
+    keys = set(AgentConfig.__struct_fields__) - {"token"}  # a secret belongs into a file of its own
+    assert {line.split(" =")[0] for line in table.splitlines() if " = " in line} == keys
 
 
 def test_a_log_line_is_one_event_and_cannot_be_forged() -> None:

@@ -35,7 +35,7 @@ def run(hooks, steps=8, spoil=None, settings=None):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         try:
             for step in session.steps(steps):
-                x = torch.full((2, 4), float(rank + step.number))
+                x = torch.full((2, 4), float(rank + step.number % 3) / 3)
                 loss = (model(x) ** 2).mean()
                 if spoil:
                     loss = spoil(step.number, loss)
@@ -140,6 +140,24 @@ run({"watch": lambda offers: Watch()} if rank else {})
 """,
     )
     assert [r["on"] for r in found] == [[]] * 3
+
+
+def test_a_spike_of_one_rank_is_skipped_by_all(start_ranks: StartRanks, tmp_path: Path) -> None:
+    found = results(
+        start_ranks,
+        tmp_path,
+        """
+from everstep.plugins.hooks.loss_spike import LossSpike, LossSpikeConfig
+config = LossSpikeConfig(policy="skip_update", min_good=8, outliers=1)
+run(
+    {"loss_spike": lambda offers: LossSpike(config, offers["report"], offers["clock"])},
+    steps=24,
+    spoil=lambda step, loss: loss + (40 if (rank, step) == (2, 21) else 1),
+)
+""",
+    )
+    assert [[n for n, a in enumerate(r["applied"], 1) if not a] for r in found] == [[21]] * 3
+    assert found[0]["weights"] == found[1]["weights"] == found[2]["weights"]
 
 
 @pytest.mark.parametrize("how", ["stop", "skip"])

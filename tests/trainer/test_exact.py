@@ -94,3 +94,20 @@ def test_every_sample_is_applied_once_while_three_ranks_become_two_and_three_aga
         (2, 2),
         (3, 3),
     ]
+
+
+def test_windows_that_the_plan_skips_are_left_out_and_nothing_else(
+    tmp_path: Path, write_config: WriteConfig, start_ranks: StartRanks
+) -> None:
+    env = {"EVERSTEP_SKIP": "30-54,100-101"}
+    assert start_ranks(2, *TRAINER, write_config(steps=10), env=env).wait() == [0, 0]
+    # What was skipped once stays skipped, also when nobody says so any more.
+    assert start_ranks(2, *TRAINER, write_config(steps=14)).wait() == [0, 0]
+
+    books = ledger.read(tmp_path / "run" / "ledger")
+    end = 14 * 12 + 25
+    account = ledger.account(books, end=end, skip_windows=[(30, 54), (100, 101)])
+    assert account.exactly_once
+    assert account.applied == 14 * 12
+    assert account.skipped == [(30, 54), (100, 101)]
+    assert not ledger.account(books, end=end).exactly_once

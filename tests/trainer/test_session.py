@@ -8,6 +8,7 @@ import pytest
 from tests.trainer.ranks import StartRanks, wait_until
 from tests.trainer.test_exact import committed, last_snapshot
 
+from everstep.trainer import ledger
 from everstep.trainer.snapshot.compare import differences
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
@@ -32,6 +33,34 @@ def test_the_example_goes_on_after_a_kill_dropout_and_all(
 def test_the_example_is_short() -> None:
     lines = EXAMPLE.read_text().split('"""', 2)[2].splitlines()
     assert len([line for line in lines if line.strip()]) <= 40
+
+
+LEAVES_EARLY = """
+import sys
+import torch
+from everstep.trainer import Session, SessionConfig
+with Session(SessionConfig(run_dir=sys.argv[1], ledger=True)) as session:
+    model = session.wrap(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    begin = session.snapshot_state({"model": model, "optimizer": optimizer})
+    for step in session.steps(10, batch=4):
+        if step.number == begin + 4:
+            break
+        session.step(optimizer, loss=model(torch.ones(2, 2)).mean())
+"""
+
+
+def test_a_loop_left_early_resumes_at_the_step_it_did_not_finish(
+    tmp_path: Path, start_ranks: StartRanks
+) -> None:
+    script = tmp_path / "early.py"
+    script.write_text(LEAVES_EARLY)
+    for _ in range(4):
+        ranks = start_ranks(2, script, tmp_path / "run")
+        assert ranks.wait() == [0, 0], ranks.log()
+    account = ledger.account(ledger.read(tmp_path / "run/ledger"), end=40)
+    assert account.exactly_once
+    assert account.applied == 40
 
 
 SLOW_DISK = """

@@ -44,6 +44,7 @@ class Bench:
 
     def __init__(self, folder: Path, group: dist.ProcessGroup, files: MakeFiles) -> None:
         self.folder = folder
+        self.group = group
         self.findings: list[Finding] = []
         self.commits: list[Marker] = []
         self.acknowledged = True
@@ -79,6 +80,7 @@ class Bench:
         return restore(
             self.folder,
             [SnapshotId.parse(i) for i in ids],
+            group=self.group,
             wanted=lambda _: True,
             rejected=lambda id_, why: self.rejected.append(f"{id_}: {why}"),
         )

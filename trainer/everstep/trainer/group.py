@@ -51,15 +51,22 @@ class Groups:
             dist.destroy_process_group(self.saving)
 
 
-def leave_even_if_stuck() -> None:
-    """At the interpreter's exit, end at once: groups of a lost peer can hang in their destructors.
+_abandoned = threading.Event()
 
-    The exit code is the one the interpreter would have had, as far as it can be known there.
+
+def leave_without_groups() -> None:
+    """Let this process end without its groups' destructors: with a peer lost they can hang.
+
+    The interpreter's exit handlers run first; the exit code is the one it would have had, as far
+    as that can be known there.
     """
-    atexit.register(_leave)
+    _abandoned.set()
 
 
-def _leave() -> None:
+@atexit.register
+def _leave_if_abandoned() -> None:
+    if not _abandoned.is_set():
+        return
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

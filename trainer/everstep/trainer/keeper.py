@@ -53,6 +53,7 @@ class Keeper:
         self._seat = seat
         self._config = config
         self._presence = presence
+        self._group = groups.saving
         self._saved_step = 0
         saver = Saver(self.folder, groups.saving, stale=self._stale, clock=time.time)
         outside = Outside(
@@ -75,7 +76,13 @@ class Keeper:
         ids = from_first(
             catalogue.candidates(catalogue.entries(self.folder), job=seat.job, named=seat.resume)
         )
-        found = restore(self.folder, ids, wanted=content.wanted, rejected=self._presence.rejected)
+        found = restore(
+            self.folder,
+            ids,
+            group=self._group,
+            wanted=content.wanted,
+            rejected=self._presence.rejected,
+        )
         if found is None:
             return None
         if found.marker.seed != self._config.seed:

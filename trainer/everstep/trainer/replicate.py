@@ -28,7 +28,8 @@ def replicate(
     """Return the model in DDP, cured with `example` now or else with its first real input.
 
     The discarded pass leaves parameters, buffers, gradients and random states as they were; the
-    shape of the input does not matter, that it runs the same layers does. `options` are DDP's.
+    shape of the input does not matter, that it runs the same layers does. What code of the model's
+    own does in forward or in gradient hooks happens once more. `options` are DDP's.
     """
     options.setdefault("gradient_as_bucket_view", True)
     ddp = DistributedDataParallel(model, **options)

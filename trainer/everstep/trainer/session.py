@@ -30,7 +30,7 @@ from everstep.trainer.admission import admit_hooks, on_every_rank
 from everstep.trainer.agree import Agreement, Vote
 from everstep.trainer.content import Content
 from everstep.trainer.dispatch import Dispatch
-from everstep.trainer.group import Groups, leave_even_if_stuck
+from everstep.trainer.group import Groups, leave_without_groups
 from everstep.trainer.keeper import Keeper
 from everstep.trainer.order import take
 from everstep.trainer.place import Seat
@@ -84,7 +84,7 @@ class Session:
         self._content = Content({}, rank=self.seat.rank)
         self._wrapped: list[DistributedDataParallel] = []
         self._optimizer: Optimizer | None = None
-        self._samples = 0
+        self._samples = self._samples_after = 0
         self._skip: list[Range] = list(self.seat.skip)
         self._skips_in_a_row = 0
         self._stall_s = 0.0
@@ -94,9 +94,18 @@ class Session:
 
     def __enter__(self) -> Self:
         """Form the group. Raises ConfigError for a hook's table that is wrong."""
+        self._presence = Presence(self.seat)
+        try:
+            self._open()
+        except BaseException:
+            self._presence.close(flush_s=0.0)
+            leave_without_groups()
+            raise
+        return self
+
+    def _open(self) -> None:
         config, seat = self.config, self.seat
         torch.set_num_threads(config.threads)
-        self._presence = Presence(seat)
         report = self._presence.report
         wishes = Wishes()
         offers = {
@@ -115,7 +124,6 @@ class Session:
         self._agreement = Agreement(hooks=len(self._dispatch.hooks), device=self.device)
         self._step = Step(self._agreement, rank=seat.rank, world_size=seat.world_size)
         rng.seed(config.seed, step=0, rank=seat.rank)
-        return self
 
     def __exit__(
         self,
@@ -149,12 +157,12 @@ class Session:
             detach(model)
         if not (self._keeper.engine.close(_TEARDOWN_S) and self._groups.close(_TEARDOWN_S)):
             log.warning("the process group does not come down; leaving without it")
-            leave_even_if_stuck()
+            leave_without_groups()
 
     def _abandon(self, *, flush_s: float) -> None:
         # A group that lost a peer can stand for ever in its own teardown: it is not asked to.
         self._close_files(flush_s=flush_s)
-        leave_even_if_stuck()
+        leave_without_groups()
 
     def _close_files(self, *, flush_s: float) -> None:
         if self._ledger:
@@ -263,7 +271,7 @@ class Session:
     # --------------------------------------------------------------------- inside a step
 
     def _begin(self, number: int, batch: int) -> None:
-        samples, self._samples = take(self._samples, batch, self._skip)
+        samples, self._samples_after = take(self._samples, batch, self._skip)
         self._step.begin(number, last=number == self.run.steps, samples=samples)
         self._step.snapshot_s, self._stall_s = self._stall_s, 0.0
 
@@ -275,13 +283,14 @@ class Session:
         if optimizer is not self._optimizer:
             self._optimizer = optimizer
             step.parameters = [p for g in optimizer.param_groups for p in g["params"]]
-        wishes = self._keeper.wishes
-        self._vote(self._dispatch.fire("before_update", step))
+        # Waited for here and not in a hook, where a lost peer would look like the hook's fault.
         if not step.tokens:
             raise EverstepError(
                 f"step {step.number}: session.step(optimizer) got no loss: pass loss=, or call "
                 "session.forwarded(..., last=True) after the last forward"
             )
+        wishes = self._keeper.wishes
+        self._vote(self._dispatch.fire("before_update", step))
         vote = Vote(
             finite=step.finite,
             decision=step.decision,
@@ -300,7 +309,7 @@ class Session:
     def _record(self, agreed: Agreed, *, applied: bool) -> None:
         step, run = self._step, self.run
         first = self._presence.phase == "first_step"
-        run.done = step.number
+        run.done, self._samples = step.number, self._samples_after
         if self._ledger:
             loss = step.loss if math.isfinite(step.loss) else None
             self._ledger.add(ledger.Line(step.number, step.share, applied, time.time(), loss))

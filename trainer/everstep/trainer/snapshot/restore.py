@@ -38,13 +38,14 @@ def restore(
     folder: Path,
     ids: Sequence[SnapshotId],
     *,
+    group: dist.ProcessGroup,
     wanted: Callable[[str], bool],
     rejected: Callable[[SnapshotId, str], None],
 ) -> Restored | None:
     """Return the first of `ids` that verifies and loads on all ranks; None when there are no ids.
 
-    Call it on all ranks with the same ids. `wanted` chooses tensors by name; `rejected` is told of
-    each one that is bad here. Raises SnapshotError when none is good everywhere.
+    Call it on all ranks of `group` with the same ids. `wanted` chooses tensors by name; `rejected`
+    is told of each one that is bad here. Raises SnapshotError when none is good everywhere.
     """
     reasons = []
     for id_ in ids:
@@ -52,7 +53,7 @@ def restore(
         if why:
             rejected(id_, why)
             reasons.append(f"{id_}: {why}")
-        if _all(found is not None) and found is not None:
+        if _all(found is not None, group) and found is not None:
             return found
         if not why:
             reasons.append(f"{id_}: good on this rank, not on another")
@@ -91,7 +92,7 @@ def load_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, torch
     return tensors
 
 
-def _all(good: bool) -> bool:  # noqa: FBT001  a vote is a boolean
+def _all(good: bool, group: dist.ProcessGroup) -> bool:  # noqa: FBT001  a vote is a boolean
     votes = torch.tensor([int(good)])
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
     return bool(votes.item())

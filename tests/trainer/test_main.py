@@ -127,3 +127,55 @@ def test_a_run_that_is_complete_ends_at_once_when_it_is_started_again(
     before = sorted(p.name for p in (tmp_path / "run/snapshots").iterdir())
     assert start_ranks(2, *TRAINER, write_config()).wait() == [0, 0]
     assert sorted(p.name for p in (tmp_path / "run/snapshots").iterdir()) == before
+
+
+def test_a_model_of_another_shape_in_the_same_folder_is_refused(
+    write_config: WriteConfig, start_ranks: StartRanks
+) -> None:
+    assert start_ranks(1, *TRAINER, write_config()).wait() == [0]
+    ranks = start_ranks(1, *TRAINER, write_config(model={"dim": 64}))
+    assert ranks.wait() == [64]
+    assert "'model' of snapshot s000012-g1 does not fit" in ranks.log()
+
+
+def test_a_folder_that_cannot_be_made_is_one_line_on_every_rank(
+    tmp_path: Path, write_config: WriteConfig, start_ranks: StartRanks
+) -> None:
+    (tmp_path / "file").touch()
+    ranks = start_ranks(2, *TRAINER, write_config(run_dir=str(tmp_path / "file" / "run")))
+    assert ranks.wait() == [64, 64]
+    assert "cannot be made: Not a directory" in ranks.log(0)
+
+
+LAST_ONE_FAILS = """
+import errno, os, sys
+from pathlib import Path
+from everstep.trainer.snapshot.files import HashedFiles
+times = int(os.environ["TIMES"])
+real = HashedFiles.open
+def full(self, path):
+    global times
+    if "s000012" in str(path) and times:
+        times -= 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return real(self, path)
+HashedFiles.open = full
+import runpy
+sys.argv = ["-", "--config", sys.argv[1]]
+runpy.run_module("everstep.trainer", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(("times", "code"), [(1, 0), (99, 1)])
+def test_the_last_snapshot_is_tried_again_and_no_success_is_claimed_without_it(
+    times: int, code: int, tmp_path: Path, write_config: WriteConfig, start_ranks: StartRanks
+) -> None:
+    script = tmp_path / "full.py"
+    script.write_text(LAST_ONE_FAILS)
+    ranks = start_ranks(2, script, write_config(), env={"TIMES": str(times)})
+    assert ranks.wait() == [code, code], ranks.log()
+    assert committed(tmp_path / "run", 12) is (code == 0)
+    if code:
+        assert "the training is done, but its last snapshot could not be written" in ranks.log(0)
+        assert "No space left on device" in ranks.log(0)
+        assert "it resumes from step 8" in ranks.log(0)

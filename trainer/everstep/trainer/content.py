@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from everstep.sdk.errors import EverstepError
+from everstep.sdk import ConfigError, EverstepError
 from everstep.trainer import rng
 from everstep.trainer.snapshot.tree import flatten, unflatten
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from everstep.trainer.snapshot.restore import Restored
+    from everstep.wire.ids import SnapshotId
 
 _STATE, _RNG = "everstep.state", "everstep.rng."
 
@@ -73,22 +74,29 @@ class Content:
         """Give every object its state back and return the hooks' states.
 
         At another world size a rank's random states have no successor: they start anew from
-        (seed, step, rank).
+        (seed, step, rank). Raises ConfigError for a snapshot of something else.
         """
         tensors = dict(restored.tensors)
         rest = msgspec.msgpack.decode(tensors.pop(_STATE).numpy().tobytes())
         random_states = tensors.pop(f"{_RNG}{self._rank}", None)
-        states = unflatten(tensors, rest["shape"])
-        for name in self._objects.keys() & states.keys():
-            self._objects[name].load_state_dict(states[name])
-        if missing := self._objects.keys() - states.keys():
-            raise EverstepError(
-                f"snapshot {restored.id} has no {', '.join(sorted(missing))}: it was made by "
-                "another program; use another run_dir"
-            )
+        self._load(unflatten(tensors, rest["shape"]), restored.id)
         if random_states is not None and restored.marker.world_size == world_size:
             rng.unpack(random_states)
         else:
             rng.seed(restored.marker.seed, step=restored.marker.step, rank=self._rank)
         hooks: dict[str, Any] = rest["hooks"]
         return hooks
+
+    def _load(self, states: Mapping[str, dict[str, Any]], id_: SnapshotId) -> None:
+        for name, thing in self._objects.items():
+            if name not in states:
+                raise ConfigError(
+                    f"snapshot {id_} has no {name!r}: another program made it; use another run_dir"
+                )
+            try:
+                thing.load_state_dict(states[name])
+            except (RuntimeError, ValueError, KeyError) as exc:
+                raise ConfigError(
+                    f"{name!r} of snapshot {id_} does not fit the one of this run, which has "
+                    f"another shape: set it as it was, or use another run_dir ({exc})"
+                ) from exc

@@ -167,4 +167,14 @@ class Keeper:
 def _generation(run_dir: Path, seat: Seat) -> int:
     if seat.generation is not None:
         return seat.generation
-    return from_first(claim_generation(run_dir) if seat.rank == 0 else 0)
+    number, why = from_first(_claimed(run_dir) if seat.rank == 0 else (0, ""))
+    if why:
+        raise ConfigError(f"run_dir {run_dir}: {why}")
+    return number
+
+
+def _claimed(run_dir: Path) -> tuple[int, str]:
+    try:
+        return claim_generation(run_dir), ""
+    except OSError as exc:
+        return 0, f"{exc.filename} cannot be made: {exc.strerror}"

@@ -149,6 +149,8 @@ class Session:
         wanted = self._keeper.wishes.at_end and bool(self._content)
         self._keeper.finish(done, (lambda: self._take(final=True)) if wanted else None)
         self._dispatch.fire("run_end", self.run)
+        if self.seat.rank == 0:
+            log.info("hooks took: %s", self._dispatch.cost())
         self._presence.enter("end", step=done)
 
     def _leave(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 from tests.coordinator.world import World
 
 from everstep.coordinator.config import CoordinatorConfig
-from everstep.wire.messages import GroupSucceeded, RankEnded, StoreBound
+from everstep.wire.messages import GroupSucceeded, Leaving, RankEnded, StoreBound
 
 
 def test_a_job_starts_at_once_when_all_that_can_train_are_there() -> None:
@@ -367,3 +367,18 @@ def test_a_job_does_not_grow_twice_in_a_row(config: CoordinatorConfig) -> None:
     world.launch("c", nnodes=(1, 3))
     world.until(lambda: len(world.members()) == 3, within=60)
     assert world.now_s - grown_s >= 30
+
+
+def test_the_late_goodbye_of_a_dead_launcher_does_not_take_its_successor_along() -> None:
+    world = World(["a", "b"])
+    launchers = world.launch_all(["a", "b"], nnodes=(2, 2))
+    world.until(world.training)
+    world.kill_launcher(launchers[1])
+    world.launch("b", nnodes=(2, 2))
+    world.until(world.training)
+    generation = world.job().generation
+    late = Leaving(nonce=launchers[1].nonce, exit_code=1, why="late")
+    world._say(launchers[1], late)
+    world.run(3)
+    assert world.job().generation == generation
+    assert world.training()

@@ -10,6 +10,7 @@ from tests.coordinator.world import START_S, STEP_S, World
 
 from everstep.coordinator.config import BreakerConfig, CoordinatorConfig
 from everstep.coordinator.facts import NodeMoved, OperatorAsked
+from everstep.wire.messages import Finding, RankFinding
 
 NAMES = ["a", "b", "c", "d"]
 
@@ -136,6 +137,27 @@ def test_a_node_that_fails_its_tests_is_broken_and_stays_out(trouble: str) -> No
     world.run(90)
     assert world.cluster.books.nodes["c"].state == "broken"
     assert world.members() == ["a", "b"]
+
+
+def test_a_rank_that_reports_a_broken_connection_is_a_witness_before_it_has_ended() -> None:
+    world = running()
+    killed_s = world.now_s
+    world.kill_agent("b")
+    for _, rank in world.group(world.job().id, 1):
+        rank.stopped = True  # all of b is dead, and the others take their time to end
+    broken = Finding(
+        name="connection.broken",
+        component="rank:0",
+        severity="error",
+        summary="connection closed by peer",
+        at_s=world.now_s,
+    )
+    launcher, _ = world.rank(0)
+    found = RankFinding(nonce=world.job().id, rank=0, step=9, finding=broken)
+    world.post(launcher, found)
+    world.until(lambda: "d" in world.members(), within=5)
+    assert decided(world) - killed_s <= 3
+    assert world.evicted() == ["b"]
 
 
 # ------------------------------------------------------------------------------- it is not lost

@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from everstep.coordinator.books import JobBook, replay
-from everstep.coordinator.cluster import TICK_S, Cluster
+from everstep.coordinator.cluster import Cluster
 from everstep.coordinator.config import CoordinatorConfig
 from everstep.coordinator.facts import AnyFact, Fact, NodeMoved
 from everstep.coordinator.incidents import Incident
@@ -59,6 +59,7 @@ BROKEN = (
     "Connection closed by peer [10.0.0.7]:60582."
 )
 STEP_S, START_S = 0.5, 0.75
+TICK_S = 0.25  # coarser than the real one: fewer turns to play through
 UID = 1000
 F = TypeVar("F", bound=Fact)
 

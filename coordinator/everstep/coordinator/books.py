@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from everstep.coordinator.facts import AnyFact, Fact, NodeState
     from everstep.coordinator.incidents import Incident
-    from everstep.wire.messages import Evidence, Finding, Plan
+    from everstep.wire.messages import Evidence, Finding, Peer, Plan
 
 _KEPT_INCIDENTS = 2000
 _KEPT_SNAPSHOTS = 256
@@ -59,6 +59,11 @@ class Seat:
     left_at_s: float | None = None
     left_why: str = ""
     told: bool = False
+
+    def is_held_by(self, peer: Peer) -> bool:
+        """Return whether this is the process that has the seat."""
+        theirs = (peer.pid, peer.start_ticks, peer.boot_id)
+        return theirs == (self.pid, self.start_ticks, self.boot_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +222,8 @@ def _job_created(books: Books, fact: facts.JobCreated) -> None:
 def _launcher_joined(books: Books, fact: facts.LauncherJoined) -> None:
     seats = books.jobs[fact.job].seats
     seat = seats.get(fact.node)
-    if seat is not None and (seat.pid, seat.start_ticks) == (fact.pid, fact.start_ticks):
+    theirs = (fact.pid, fact.start_ticks, fact.boot_id)
+    if seat is not None and (seat.pid, seat.start_ticks, seat.boot_id) == theirs:
         seat.address, seat.left_at_s = fact.address, None  # the same process, heard again
         return
     seats.pop(fact.node, None)  # a newcomer stands at the end of the queue

@@ -44,7 +44,11 @@ if TYPE_CHECKING:
     from everstep.coordinator.incidents import IncidentKind
     from everstep.wire.messages import AgentHello, Evidence
 
-TICK_S = 0.25
+TICK_S = 0.1
+BROKEN_CONNECTION = "connection.broken"
+"""The finding with which a rank says that its connection to another one broke."""
+
+_WATCH_NODES_S = 0.25
 
 
 class Cluster:
@@ -65,7 +69,7 @@ class Cluster:
         self.refused: list[str] = []
         self.door = Door(self.jobs, nonce=nonce, open_job=self._open_job)
         self.alarms = Alarms(books)
-        self._ticked_s = now_s
+        self._ticked_s = self._watched_s = now_s
         for book in books.live_jobs():
             self.jobs[book.id] = self._job(book.id, now_s)
 
@@ -83,13 +87,13 @@ class Cluster:
     ) -> tuple[CoordinatorWelcome | CoordinatorRefusal, list[Effect]]:
         """Take an agent in, or refuse it."""
         turn = Turn(now_s, self.books)
-        before = self.books.node(hello.node).boot_id
         reply = self.nodes.connect(turn, connection, hello)
         if isinstance(reply, CoordinatorWelcome):
             for job in self._jobs_on(hello.node):
                 job.detach(hello.node, now_s)
+                job.forget_ranks(hello.node)
                 seat = job.book.seats[hello.node]
-                if before and seat.boot_id not in ("", hello.boot_id):
+                if seat.boot_id != hello.boot_id:
                     failing.launcher_gone(
                         turn, job, hello.node, "the machine was started anew", said=False
                     )
@@ -131,7 +135,9 @@ class Cluster:
         self._ticked_s = now_s
         turn = Turn(now_s, self.books)
         self.door.look(turn)
-        self._watch_nodes(turn)
+        if now_s - self._watched_s >= _WATCH_NODES_S:
+            self._watched_s = now_s
+            self._watch_nodes(turn)
         for job in list(self.jobs.values()):
             self._watch(turn, job)
             if job.book.over is not None:
@@ -225,7 +231,8 @@ class Cluster:
         job = self.jobs.get(book.id)
         if isinstance(body, Leaving):
             job = job or self._job(book.id, turn.now_s)
-            if session.node in book.seats:
+            seat = book.seats.get(session.node)
+            if seat is not None and seat.is_held_by(message.peer):
                 failing.launcher_gone(turn, job, session.node, body.why, said=True)
         elif job is None:
             return
@@ -252,17 +259,8 @@ class Cluster:
                     self.refused.append(why)
             case SnapshotRejected() as rejected:
                 progress.snapshot_rejected(turn, job, rejected)
-            case RankFinding(rank=rank, finding=finding):
-                turn.record(
-                    facts.FindingSeen(
-                        at_s=turn.now_s,
-                        node=node,
-                        source=f"job {job.book.id}",
-                        finding=finding,
-                        job=job.book.id,
-                        rank=rank,
-                    )
-                )
+            case RankFinding() as found:
+                _rank_finding(turn, job, node, found)
             case _:
                 pass
 
@@ -305,4 +303,21 @@ def _vanish(turn: Turn, job: Job, node: str, generation: int, rank: int) -> None
     if generation == job.book.generation and node not in job.book.done:
         what = f"the process of rank {rank} on {node} ended"
         clue = Clue(at_s=turn.now_s, kind="killed", node=node, what=what, rank=rank)
-        job.vanished.append(clue)
+        job.hearsay.append(clue)
+
+
+def _rank_finding(turn: Turn, job: Job, node: str, found: RankFinding) -> None:
+    turn.record(
+        facts.FindingSeen(
+            at_s=turn.now_s,
+            node=node,
+            source=f"job {job.book.id}",
+            finding=found.finding,
+            job=job.book.id,
+            rank=found.rank,
+        )
+    )
+    if found.finding.name == BROKEN_CONNECTION and node in job.book.members:
+        what = f"rank {found.rank} on {node}: {found.finding.summary}"
+        clue = Clue(at_s=turn.now_s, kind="broken", node=node, what=what, rank=found.rank)
+        job.hearsay.append(clue)

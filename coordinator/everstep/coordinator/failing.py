@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from everstep.coordinator import cases, ending, facts, planning, reckoning
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 _LATE_EVIDENCE_S = 60.0
 _CASCADE_CHARS = 1000
+_WHAT_CHARS = 200
+_RANK = re.compile(r"^\[rank\d+\]:\s*")
 
 
 def rank_ended(turn: Turn, job: Job, session: Session, ended: RankEnded) -> None:
@@ -168,7 +171,8 @@ def _clue_of(node: str, ended: RankEnded, at_s: float, error_s: float) -> Clue:
         how = f"failed with exit code {ended.exit_code}"
     text = said_last(ended.error, ended.stderr_tail)
     last = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    what = f"rank {ended.rank} on {node} {how}" + (f": {last[:300]}" if last else "")
+    last = _RANK.sub("", last)[:_WHAT_CHARS]
+    what = f"rank {ended.rank} on {node} {how}" + (f": {last}" if last else "")
     full = ended.error or "\n".join(ended.stderr_tail)
     kind = kind_of_end(ended)
     limit = _CASCADE_CHARS if kind == "broken" else MAX_ERROR_CHARS

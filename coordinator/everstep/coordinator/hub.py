@@ -144,7 +144,7 @@ class Hub:
         await asyncio.gather(*closing, return_exceptions=True)
 
     async def _serve(self, ws: web.WebSocketResponse, remote: str) -> None:
-        hello = await self._hello(ws)
+        hello = await self._hello(ws, remote)
         if hello is None:
             return
         if self._token and not hmac.compare_digest(hello.token.encode(), self._token):
@@ -172,7 +172,7 @@ class Hub:
             runtime.perform(runtime.cluster.closed(runtime.clock(), number, hello.node))
             await connection.end()
 
-    async def _hello(self, ws: web.WebSocketResponse) -> AgentHello | None:
+    async def _hello(self, ws: web.WebSocketResponse, remote: str) -> AgentHello | None:
         try:
             first = await ws.receive(timeout=_HELLO_S)
             if first.type is not WSMsgType.BINARY:
@@ -185,7 +185,7 @@ class Hub:
         if not isinstance(message, AgentHello):
             self.counts["no hello"] += 1
             return None
-        return message
+        return message if message.address else msgspec.structs.replace(message, address=remote)
 
     async def _refuse(
         self, ws: web.WebSocketResponse, refusal: CoordinatorRefusal, remote: str

@@ -58,7 +58,7 @@ class Job:
     came_up: set[int] = field(default_factory=set)
     top_step: int = 0
     furthest: dict[int, int] = field(default_factory=dict)
-    vanished: list[Clue] = field(default_factory=list)
+    hearsay: list[Clue] = field(default_factory=list)  # of ranks whose launcher has said nothing
     ready_to_grow_s: float | None = None
 
     # ------------------------------------------------------------------------ launchers
@@ -73,6 +73,10 @@ class Job:
         """A launcher cannot be reached, which says nothing about its ranks."""
         if self.attached.pop(node, None) is not None or node not in self.detached_s:
             self.detached_s[node] = now_s
+
+    def forget_ranks(self, node: str) -> None:
+        """A node's agent reconnected: its ranks introduce themselves anew."""
+        self.rank_clients = {k: v for k, v in self.rank_clients.items() if k[0] != node}
 
     def tell(self, turn: Turn, node: str, body: AgentMessage) -> None:
         """Send to a node's launcher, if it can be reached."""

@@ -49,11 +49,6 @@ class Applicant:
         """Where its answer goes."""
         return Address(self.session.connection, self.client)
 
-    def sits_in(self, seat: Seat) -> bool:
-        """Return whether this is the process that has the seat."""
-        theirs = (self.peer.pid, self.peer.start_ticks, self.peer.boot_id)
-        return theirs == (seat.pid, seat.start_ticks, seat.boot_id)
-
 
 class Door:
     """Lets launchers in. `jobs` are the live ones; `open_job` makes the live half of a new one."""
@@ -156,7 +151,7 @@ class Door:
 
     def _seat(self, turn: Turn, job: Job, applicant: Applicant) -> None:
         seat = job.book.seats.get(applicant.node)
-        if seat is not None and seat.left_at_s is None and not applicant.sits_in(seat):
+        if seat is not None and seat.left_at_s is None and not seat.is_held_by(applicant.peer):
             if (why := _held(job, seat, applicant)) is not None:
                 _refuse(turn, applicant, why)
                 return
@@ -176,7 +171,7 @@ def _take_in(turn: Turn, job: Job, applicant: Applicant) -> None:
     join, node = applicant.join, applicant.node
     seat = job.book.seats.get(node)
     address = join.address or applicant.session.hello.address
-    known = seat is not None and applicant.sits_in(seat) and seat.left_at_s is None
+    known = seat is not None and seat.is_held_by(applicant.peer) and seat.left_at_s is None
     if seat is None or not known or seat.address != address:
         turn.record(
             facts.LauncherJoined(

@@ -207,7 +207,8 @@ def _commit(turn: Turn, job: Job, proposal: Proposal, bind: StoreBound) -> None:
     turn.record(facts.PlanCommitted(at_s=turn.now_s, job=book.id, plan=plan))
     job.proposal, job.ready_to_grow_s = None, None
     job.unbound.clear()
-    job.vanished.clear()
+    job.hearsay.clear()
+    job.came_up = {g for g in job.came_up if g >= plan.generation}
     for node in list(job.attached):
         job.tell(turn, node, Committed(plan=plan))
     if replan is not None and replan.incident is not None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _WITNESSES = frozenset({"broken", "exit", "unknown", "stopped"})
 _HEARTBEAT_S = 1.0
 _SLACK_S = 0.5
+_GRACE_S = 0.2  # in which the report of another cause may still be on its way
 _FRESH_S = 2.0
 
 
@@ -91,7 +92,11 @@ def lost(
     step_s = max((p.progress.p99_step_s or 0.0 for p in peers), default=0.0)
     witness = _ended_peer(silent, clues, step_s, now_s, rules)
     if witness is not None:
-        return _loss(silent, f"{witness.what} and its agent is silent", [_as_evidence(witness)])
+        how = "lost its connection" if witness.kind == "broken" else "ended"
+        why = (
+            f"rank {witness.rank} on {witness.node} {how}, and the agent of {silent.node} is silent"
+        )
+        return _loss(silent, why, [_as_evidence(witness)])
     if silent.closed or len(peers) < expected_peers:
         return None
     return _standing_peers(silent, peers, step_s, now_s, rules)
@@ -144,8 +149,7 @@ def _ended_peer(
             continue
         early = clue.at_s + clue.error_s < silent.since_s - step_s - _SLACK_S
         late = clue.at_s - clue.error_s > silent.since_s + rules.witness_s
-        # A moment's grace: the report of another cause may still be on its way.
-        if not early and not late and now_s - clue.at_s >= _SLACK_S:
+        if not early and not late and now_s - clue.at_s >= _GRACE_S:
             return clue
     return None
 
@@ -174,7 +178,7 @@ def _standing_peers(
         )
         for p in peers[:8]
     ]
-    return _loss(silent, f"all {len(peers)} other ranks stand and its agent is silent", evidence)
+    return _loss(silent, f"all {len(peers)} other ranks stand", evidence)
 
 
 def _stands(progress: RankProgress, rules: SilenceConfig) -> bool:
@@ -191,4 +195,4 @@ def _loss(silent: SilentNode, why: str, evidence: list[Evidence]) -> Loss:
     how = "closed its connection" if silent.closed else "was last heard"
     silence = Evidence(at_s=silent.since_s, what=f"agent {how}", source="coordinator")
     seen = sorted([silence, *evidence], key=lambda e: e.at_s)
-    return Loss(silent.node, why, tuple(seen))
+    return Loss(silent.node, f"{why}, and the agent of {silent.node} is silent", tuple(seen))

@@ -129,8 +129,7 @@ def judge(clues: Sequence[Clue]) -> Verdict:
     root = next((c for c in ordered if c.role == "root"), None)
     witnesses = sorted({c.node for c in ordered if c.role == "cascade"})
     if root is None:
-        summary = ordered[0].what if ordered else "nothing is known"
-        unknown = Root(layer="unknown", category="unknown", summary=f"cause unknown: {summary}")
+        unknown = Root(layer="unknown", category="unknown", summary=_without_root(ordered))
         return Verdict(ordered, unknown, "unknown", "unknown", witnesses)
     culprit = Root(
         layer=_LAYERS.get(root.kind, "unknown"),
@@ -189,6 +188,13 @@ def _role(clue: Clue, root: Clue | None) -> Role:
     if clue.kind in _CONFIRMATIONS:
         return "confirmation"
     return "cascade" if root is not None or clue.kind in _CASCADES else "candidate"
+
+
+def _without_root(ordered: Sequence[Clue]) -> str:
+    if not ordered:
+        return "nothing is known"
+    failed = [c for c in ordered if c.kind not in _CONFIRMATIONS]
+    return f"cause unknown: {failed[0].what}" if failed else ordered[0].what
 
 
 def _cause(root: Clue) -> str:

@@ -76,11 +76,10 @@ def _silent(job: Job, node: str, now_s: float) -> SilentNode:
 def _clues(job: Job, now_s: float) -> list[Clue]:
     incident = cases.of_generation(job)
     told = list(incident.clues) if incident is not None else []
-    # A process that its agent saw end, while its launcher has not said how, explains others too.
-    unsaid = [
-        c for c in job.vanished if c.rank not in job.book.down and now_s - c.at_s > _VANISHED_S
-    ]
-    return told + unsaid
+    unsaid = [c for c in job.hearsay if c.rank not in job.book.down]
+    # A process that its agent saw end, while its launcher has not said how, explains others; not
+    # at once, for what it says may well be that its connection broke.
+    return told + [c for c in unsaid if c.kind == "broken" or now_s - c.at_s > _VANISHED_S]
 
 
 def _expected(job: Job, silent: set[str]) -> int:

@@ -301,7 +301,7 @@ def _snapshot_taken(books: Books, fact: facts.SnapshotTaken) -> None:
     snapshots = books.jobs[fact.job].snapshots
     snapshots[fact.id] = fact
     while len(snapshots) > _KEPT_SNAPSHOTS:
-        del snapshots[min(snapshots, key=SnapshotId.parse)]
+        del snapshots[next(iter(snapshots))]
 
 
 def _snapshot_suspected(books: Books, fact: facts.SnapshotSuspected) -> None:

@@ -145,7 +145,8 @@ class Cluster:
         return turn.effects
 
     def _watch(self, turn: Turn, job: Job) -> None:
-        for loss in list(watching.losses(job, turn.now_s)):
+        silent = job.silent(turn.now_s)
+        for loss in list(watching.losses(job, silent, turn.now_s)):
             if failing.node_lost(turn, job, loss):
                 self.evict(turn, loss.node, loss.why, job=job, evidence=loss.evidence)
         if (stand := watching.stands(job, turn.now_s)) is not None:
@@ -153,7 +154,7 @@ class Cluster:
             if node is not None:
                 self.evict(turn, node, f"again: {stand.why}", job=job, evidence=())
         self._give_up_detached(turn, job)
-        planning.watch(turn, job)
+        planning.watch(turn, job, silent)
         planning.consider_growth(turn, job, at_snapshot=False)
         progress.watch_resumption(turn, job)
 

@@ -136,6 +136,11 @@ class Job:
         ]
         return [Evicted(node=n.name, why=n.why, evidence=n.evidence) for n in shut]
 
+    def silent(self, now_s: float) -> list[str]:
+        """Return the members whose agent is not heard."""
+        away_since = self.nodes.away_since
+        return [node for node in self.book.members if away_since(node, now_s) is not None]
+
     # ------------------------------------------------------------------------ progress
 
     def ranks(self, now_s: float, *, generation: int | None = None) -> Iterator[Seen]:

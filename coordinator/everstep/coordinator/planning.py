@@ -12,6 +12,8 @@ from everstep.wire.exit_codes import UNAVAILABLE
 from everstep.wire.messages import BindStore, Committed, Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from everstep.coordinator.books import Replan
     from everstep.coordinator.incidents import Incident, What
     from everstep.coordinator.job import Job
@@ -41,10 +43,13 @@ def ask(turn: Turn, job: Job, why: str, *, asked_by: str, incident: Incident | N
     )
 
 
-def watch(turn: Turn, job: Job) -> None:
-    """Look whether the plan in force gets started, and take the job on. Called by the clock."""
+def watch(turn: Turn, job: Job, silent: Sequence[str]) -> None:
+    """Look whether the plan in force gets started, and take the job on. Called by the clock.
+
+    `silent` are the members that are not heard.
+    """
     if job.book.over is None and job.proposal is None and job.book.replan is None:
-        _watch_start(turn, job)
+        _watch_start(turn, job, silent)
     advance(turn, job)
 
 
@@ -237,12 +242,13 @@ def _difference(before: list[str], after: list[str]) -> tuple[What, str]:
 # -------------------------------------------------------------------------- the plan in force
 
 
-def _watch_start(turn: Turn, job: Job) -> None:
+def _watch_start(turn: Turn, job: Job, silent: Sequence[str]) -> None:
     """Leave out a member that holds up the start: it is absent, nobody accuses it."""
     book = job.book
     if book.plan is None:
         return
-    for node in book.members:
+    all_started = len(book.started) >= len(book.members)
+    for node in silent if all_started else book.members:
         if node in book.done:
             continue
         why = _held_up_by(job, node, turn.now_s)

@@ -8,7 +8,7 @@ from everstep.coordinator import cases
 from everstep.coordinator.silence import Loss, Seen, SilentNode, Standstill, lost, standstill
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from everstep.coordinator.incidents import Clue
     from everstep.coordinator.job import Job
@@ -16,13 +16,10 @@ if TYPE_CHECKING:
 _VANISHED_S = 0.5
 
 
-def losses(job: Job, now_s: float) -> Iterator[Loss]:
-    """Yield the members that are lost by what is known now."""
+def losses(job: Job, silent: Sequence[str], now_s: float) -> Iterator[Loss]:
+    """Yield which of the members that are not heard are lost by what is known now."""
     book = job.book
-    if book.over is not None or book.generation == 0 or not job.nodes.listening(now_s):
-        return
-    silent = [node for node in book.members if job.nodes.away_since(node, now_s) is not None]
-    if not silent:
+    if not silent or book.over is not None or not job.nodes.listening(now_s):
         return
     clues = _clues(job, now_s)
     if not clues and _first_moves(job, now_s, job.config.silence.standing_s):

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from everstep.coordinator.breaker import may_evict
+from everstep.coordinator.breaker import evicted_lately, holds
 from everstep.coordinator.budget import since_progress, spent, suspect_snapshot
 from everstep.coordinator.config import BreakerConfig, BudgetConfig, SilenceConfig
 from everstep.coordinator.facts import FailureCounted, FailureKind
@@ -261,10 +261,9 @@ def test_a_suspect_needs_two_failures_at_once_from_the_same_snapshot() -> None:
     [(1, 0, True), (3, 0, True), (3, 1, False), (4, 1, True), (5, 1, True), (5, 2, False)],
 )
 def test_half_of_a_job_may_be_evicted_and_one_always(nodes: int, lately: int, may: bool) -> None:
-    config = BreakerConfig()
-    times = [T - 10.0] * lately
-    assert may_evict(times, nodes=nodes, now_s=T, config=config) == may
+    assert holds(lately, nodes=nodes, config=BreakerConfig()) == may
 
 
 def test_old_evictions_do_not_count() -> None:
-    assert may_evict([T - 301, T - 400], nodes=2, now_s=T, config=BreakerConfig())
+    times = [T - 301, T - 299, T - 1]
+    assert evicted_lately(times, now_s=T, config=BreakerConfig()) == 2

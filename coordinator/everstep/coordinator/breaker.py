@@ -10,12 +10,11 @@ if TYPE_CHECKING:
     from everstep.coordinator.config import BreakerConfig
 
 
-def may_evict(
-    evicted_at_s: Iterable[float], *, nodes: int, now_s: float, config: BreakerConfig
-) -> bool:
-    """Return whether one more of a job's `nodes` may be evicted now.
+def evicted_lately(times_s: Iterable[float], *, now_s: float, config: BreakerConfig) -> int:
+    """Return how many of these evictions fall into the window."""
+    return sum(1 for at_s in times_s if now_s - at_s < config.window_s)
 
-    At most `share` of them within `window_s`, but one always.
-    """
-    lately = sum(1 for at_s in evicted_at_s if now_s - at_s < config.window_s)
+
+def holds(lately: int, *, nodes: int, config: BreakerConfig) -> bool:
+    """Return whether one more of a job's `nodes` may go: at most `share`, but one always."""
     return lately + 1 <= max(1, int(nodes * config.share))

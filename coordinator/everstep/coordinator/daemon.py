@@ -33,7 +33,7 @@ from everstep.sdk.errors import EverstepError
 from everstep.sdk.systemd import notify, watchdog_interval_s
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
     from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -131,34 +131,34 @@ async def _wake(stack: AsyncExitStack, settings: Settings) -> Runtime:
         with contextlib.suppress(RuntimeError):  # the loop has ended, nobody waits any more
             loop.call_soon_threadsafe(lambda: runtime.is_durable(seq))
 
-    def work() -> tuple[Journal, Books]:
-        journal = Journal(settings.state_dir, committed)
-        try:
-            forgotten = journal.forget_jobs(ended_before_s=clock() - settings.config.forget_jobs_s)
-            began_s = time.monotonic()
-            books, entries = Books(), journal.read()
-            for entry in entries:
-                books.apply(entry.fact)
-        except BaseException:
-            journal.close()
-            raise
-        log.info(
-            "journal replayed",
-            extra={
-                "facts": len(entries),
-                "jobs_forgotten": forgotten,
-                "took_s": round(time.monotonic() - began_s, 3),
-            },
-        )
-        return journal, books
-
-    journal, books = await asyncio.to_thread(work)
+    journal, books = await asyncio.to_thread(_replay, settings, committed, clock())
     stack.callback(journal.close)
     cluster = Cluster(books, settings.config, now_s=clock(), nonce=lambda: uuid.uuid4().hex[:16])
     runtime = Runtime(cluster, journal, clock)
     runtime.perform(cluster.start(clock(), version("everstep")))
     await runtime.settle()  # nobody hears of an epoch that a crash could give out again
     return runtime
+
+
+def _replay(
+    settings: Settings, committed: Callable[[int], None], now_s: float
+) -> tuple[Journal, Books]:
+    began_s = time.monotonic()
+    journal = Journal(settings.state_dir, committed)
+    try:
+        forgotten = journal.forget_jobs(ended_before_s=now_s - settings.config.forget_jobs_s)
+        books, entries = Books(), journal.read()
+        for entry in entries:
+            books.apply(entry.fact)
+    except BaseException:
+        journal.close()
+        raise
+    took_s = round(time.monotonic() - began_s, 3)
+    log.info(
+        "journal replayed",
+        extra={"facts": len(entries), "jobs_forgotten": forgotten, "took_s": took_s},
+    )
+    return journal, books
 
 
 async def _listen(

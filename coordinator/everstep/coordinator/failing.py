@@ -143,8 +143,8 @@ def _late_evidence(turn: Turn, job: Job, ended: RankEnded, clue: Clue) -> None:
 
 
 def _decide_eviction(turn: Turn, job: Job, incident: Incident, node: str, why: str) -> bool:
-    status, but = reckoning.may(turn, job)
-    if but.startswith("breaker"):
+    status, but, systemic = reckoning.may_evict(turn, job)
+    if systemic:
         incident = cases.rewrite(turn, incident, kind="systemic")
         cases.decide(turn, incident, Decision(what="none", why=but, node=node))
         return False

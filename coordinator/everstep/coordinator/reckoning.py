@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from everstep.coordinator import cases, ending, facts
-from everstep.coordinator.breaker import may_evict
+from everstep.coordinator.breaker import evicted_lately, holds
 from everstep.coordinator.budget import Stop, since_progress, spent, suspect_snapshot
 from everstep.coordinator.incidents import Decision
 from everstep.coordinator.verdict import Verdict, judge
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from everstep.coordinator.turn import Turn
 
 _MAX_HOLD_S = 60.0
+
+
+class Permission(NamedTuple):
+    """What may be done now; `systemic` when it is the breaker that says no."""
+
+    status: Status
+    but: str = ""
+    systemic: bool = False
 
 
 def settled(turn: Turn, job: Job) -> bool:
@@ -118,19 +126,21 @@ def _stop(turn: Turn, job: Job, incident: Incident, stop: Stop) -> bool:
     return False
 
 
-def may(turn: Turn, job: Job) -> tuple[Status, str]:
+def may_evict(turn: Turn, job: Job) -> Permission:
     """Return whether a node of this job may be evicted now, and why not."""
     status = _by_mode(job)
     if status != "done":
-        return status, f"mode is {job.config.mode}"
-    evicted_s = [at_s for at_s, _ in job.book.evictions]
-    nodes = len(job.book.seats)
-    if may_evict(evicted_s, nodes=nodes, now_s=turn.now_s, config=job.config.breaker):
-        return "done", ""
-    return "would", (
-        f"breaker: {len(evicted_s)} of {nodes} nodes evicted already, more at once looks like "
-        "a common cause; restarted in place"
+        return Permission(status, f"mode is {job.config.mode}")
+    breaker, nodes = job.config.breaker, len(job.book.seats)
+    times = [at_s for at_s, _ in job.book.evictions]
+    lately = evicted_lately(times, now_s=turn.now_s, config=breaker)
+    if holds(lately, nodes=nodes, config=breaker):
+        return Permission("done")
+    why = (
+        f"breaker: {lately} of {nodes} nodes evicted within {breaker.window_s:g} s; more of them "
+        "look like a common cause, so nobody is evicted for it"
     )
+    return Permission("would", why, systemic=True)
 
 
 def _by_mode(job: Job) -> Status:

@@ -70,7 +70,7 @@ def snapshot_taken(turn: Turn, job: Job, node: str, taken: SnapshotCommitted) ->
     fields = {name: getattr(taken, name) for name in _SNAPSHOT_FIELDS}
     turn.record(facts.SnapshotTaken(at_s=turn.now_s, job=book.id, node=node, **fields))
     job.top_step = max(job.top_step, taken.step)
-    if taken.generation == book.generation:
+    if taken.generation == book.generation and not taken.final:
         planning.consider_growth(turn, job, at_snapshot=True)
     return None
 

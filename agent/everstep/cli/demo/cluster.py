@@ -72,6 +72,7 @@ class Cluster:
         # AF_UNIX paths have 107 bytes at most, and the demo's folder may be anywhere.
         self.run = Path(tempfile.mkdtemp(prefix="everstep-"))
         self.cables = Cables()
+        self._coordinator_extra = ""
         self.port = self.port or _free_port()
         self._reaper = subprocess.Popen(
             [sys.executable, "-I", "-S", reaper.__file__, f"{_MARK}={self.token}"],
@@ -85,12 +86,16 @@ class Cluster:
         """Where the coordinator's HTTP API is."""
         return f"http://127.0.0.1:{self.port}"
 
-    def start_coordinator(self, extra: str = "") -> None:
-        """Start the coordinator, or start it again after it was killed."""
+    def start_coordinator(self, extra: str | None = None) -> None:
+        """Start the coordinator, or start it again after it was killed.
+
+        `extra` are further lines of its table; they hold for later starts too.
+        """
+        self._coordinator_extra = self._coordinator_extra if extra is None else extra
         config = self.run / "coordinator.toml"
         config.write_text(
             f'[coordinator]\nlisten = "127.0.0.1:{self.port}"\ntoken = "{self.api_token}"\n'
-            f'state_dir = "{self.run / "state"}"\n{extra}'
+            f'state_dir = "{self.run / "state"}"\n{self._coordinator_extra}'
         )
         self.coordinator = self._spawn(
             ["coordinator", "--config", str(config)], "coordinator", f"{self.token}.coordinator"

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 NODES, TRAINING = 5, 3
 STEPS_AT_REST, STEPS_PER_FAULT = 40, 40
-ELASTIC_STEPS = 80
+ELASTIC_STEPS = 150
+GROWN = 3  # the generation after the first and the one that shrank
 FAILED = 1
+GROW_SOON = "grow_settle_s = 2.0\n"
 PIPE_WIDTH = 160
 
 
@@ -97,7 +99,7 @@ def _run(cluster: Cluster, kinds: Sequence[str], seed: int, view: View, *, elast
     rng = random.Random(seed)
     steps = STEPS_AT_REST + STEPS_PER_FAULT * len(kinds)
     data = library_bytes(cluster.folder / "library.bin")
-    cluster.start_coordinator()
+    cluster.start_coordinator(GROW_SOON)
     nodes = [cluster.add_node(f"node{n + 1}") for n in range(NODES)]
 
     def stage(run_id: str, steps: int, nnodes: str) -> Stage:

@@ -426,6 +426,32 @@ def test_a_node_that_dies_while_the_others_wait_for_its_first_step_is_left_out_i
     assert not world.evicted()
 
 
+def test_a_node_left_out_of_a_start_is_a_spare_again_as_soon_as_it_is_heard() -> None:
+    world = running()
+    world.kill_rank(1)
+    world.freeze("b")
+    world.until(lambda: world.members() == ["a", "d", "c"], within=150)
+    world.until(world.training)
+    world.thaw("b")
+    world.run(3)
+    world.kill_launcher(world.rank(0)[0])
+    world.until(lambda: world.members() == ["b", "d", "c"], within=5)
+
+
+def test_a_launcher_that_never_starts_its_ranks_is_left_out_when_its_time_is_up() -> None:
+    world = World(NAMES)
+    for name in ("a", "b", "c"):
+        world.launch(name, nnodes=(2, 3), join_timeout_s=60).starts = name != "b"
+    world.run(1)
+    assert world.job().generation == 1
+    world.launch("d", nnodes=(2, 3), join_timeout_s=60)
+    world.until(lambda: world.job().generation == 2, within=70)
+    assert world.members() == ["a", "d", "c"]
+    world.run(100)
+    assert world.members() == ["a", "d", "c"], "it is not tried again before it joins anew"
+    assert not world.evicted()
+
+
 # ------------------------------------------------------------------- the breaker, and the modes
 
 

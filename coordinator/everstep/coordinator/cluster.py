@@ -172,7 +172,8 @@ class Cluster:
                 failing.launcher_gone(turn, job, node, why, said=False)
 
     def _watch_nodes(self, turn: Turn) -> None:
-        engaged = {s.node for job in self.jobs.values() for s in job.present()}
+        seated = {s.node for job in self.jobs.values() for s in job.present()}
+        engaged = {n for n in seated if self.books.node(n).state == "healthy"}
         silenced, heard = self.nodes.watch(turn, engaged)
         self.alarms.raise_for(turn, silenced)
         self.alarms.end_for(turn, heard)

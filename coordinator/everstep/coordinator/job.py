@@ -48,7 +48,7 @@ class Job:
     since_s: float  # when this coordinator took it up
     attached: dict[str, Address] = field(default_factory=dict)
     detached_s: dict[str, float] = field(default_factory=dict)
-    absent: set[str] = field(default_factory=set)
+    stuck: set[str] = field(default_factory=set)
     proposal: Proposal | None = None
     waiting: str = ""
     joined_s: float = 0.0
@@ -67,7 +67,7 @@ class Job:
         """A launcher speaks to us."""
         self.attached[node] = address
         self.detached_s.pop(node, None)
-        self.absent.discard(node)
+        self.stuck.discard(node)
 
     def detach(self, node: str, now_s: float) -> None:
         """A launcher cannot be reached, which says nothing about its ranks."""
@@ -107,7 +107,7 @@ class Job:
         if seat.node not in self.attached:
             since_s = self.detached_s.get(seat.node, self.since_s)
             return Away(since_s + self.config.absent_s, f"launcher of {seat.node} is not heard")
-        if seat.node in self.absent:
+        if seat.node in self.stuck:
             return Out("held up the start")
         if node.cordoned and seat.node not in self.book.members:
             return Out("cordoned")

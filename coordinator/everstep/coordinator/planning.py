@@ -249,8 +249,6 @@ def _watch_start(turn: Turn, job: Job, silent: Sequence[str]) -> None:
         return
     all_started = len(book.started) >= len(book.members)
     for node in silent if all_started else book.members:
-        if node in book.done:
-            continue
         why = _held_up_by(job, node, turn.now_s)
         if why is not None:
             _leave_out(turn, job, node, why)
@@ -259,21 +257,23 @@ def _watch_start(turn: Turn, job: Job, silent: Sequence[str]) -> None:
 
 def _held_up_by(job: Job, node: str, now_s: float) -> str | None:
     book, config = job.book, job.config
+    if node in book.done:
+        return None
     away_s = job.nodes.away_since(node, now_s)
     if node in book.started:
         # Its ranks may be well: before it costs the others' first step, it gets much longer.
         long = away_s is not None and now_s - away_s >= config.early_absent_s
         return "its agent is not heard" if long and job.waits_for_first_step(now_s) else None
-    if now_s - book.committed_at_s > book.spec.join_timeout_s:
-        return "it is late"
     standing = job.standing(book.seats[node], now_s)
-    if isinstance(standing, Away) and now_s >= standing.until_s:
-        return "its agent is not heard"
+    if isinstance(standing, Away):  # out of the next plan, and back as soon as it is heard
+        return "its agent is not heard" if now_s >= standing.until_s else None
+    if now_s - book.committed_at_s > book.spec.join_timeout_s:
+        job.stuck.add(node)  # heard all the time: out until its launcher joins anew
+        return "it is late"
     return None
 
 
 def _leave_out(turn: Turn, job: Job, node: str, why: str) -> None:
-    job.absent.add(node)
     what = f"{node} holds up the start of generation {job.book.generation}: {why}"
     clue = Clue(at_s=turn.now_s, kind="absent", node=node, what=what)
     incident = cases.add_clue(turn, job, clue)

@@ -152,6 +152,7 @@ def test_whatever_happens_the_plans_stay_sound_and_the_job_goes_on(
 ) -> None:
     world = World(NAMES, config=GENEROUS)
     world.snapshot_every = 4
+    world.greet_after_s = 1.0
     world.launch_all(NAMES, nnodes=NNODES)
     world.until(world.training)
     chaos, seen = Chaos(world), set[int]()

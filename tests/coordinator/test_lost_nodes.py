@@ -178,6 +178,17 @@ def test_a_killed_agent_alone_changes_nothing() -> None:
     assert world.job().generation == 1
 
 
+def test_a_launcher_has_time_to_find_an_agent_that_was_away_for_long() -> None:
+    world = running()
+    world.greet_after_s = 2.0
+    world.kill_agent("b")
+    world.run(60)
+    world.start_agent("b")
+    world.run(15)
+    assert world.job().generation == 1
+    assert not world.failures()
+
+
 def test_a_cut_connection_changes_nothing_however_long_it_lasts() -> None:
     # skypilot 10155: 25 failed status calls, 24 recoveries of a healthy job.
     world = running()
@@ -424,6 +435,16 @@ def test_a_node_that_dies_while_the_others_wait_for_its_first_step_is_left_out_i
     world.until(lambda: world.job().generation == 3, within=100)
     assert world.members() == ["a", "d", "c"]
     assert not world.evicted()
+
+
+def test_a_node_that_dies_before_a_rank_of_it_was_seen_holds_the_others_up_for_less() -> None:
+    world = running()
+    world.ranks_say_hello = False
+    world.kill_rank(1)
+    world.kill_node("b")
+    took_s = world.until(lambda: world.job().generation == 3, within=20)
+    assert 9.5 <= took_s <= 11
+    assert world.members() == ["a", "d", "c"]
 
 
 def test_a_node_left_out_of_a_start_is_a_spare_again_as_soon_as_it_is_heard() -> None:

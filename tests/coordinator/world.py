@@ -125,6 +125,7 @@ class FakeNode:
     cut: bool = False
     connection: int | None = None
     reconnect_s: float = 0.0
+    greet_s: float | None = None
     beat_s: float = -1e9
     beats: int = 0
     health: str = "healthy"
@@ -156,6 +157,8 @@ class World:
         self.told: list[Tell] = []
         self.crash_in: int | None = None
         self.crashes = 0
+        self.greet_after_s = 0.0
+        self.ranks_say_hello = True
         self.steps_until: int | None = None
         self.snapshot_every: int | None = None
         self.resumed_at: list[tuple[int, str]] = []
@@ -288,9 +291,17 @@ class World:
             node.reconnect_s = self.now_s + reply.retry_s
         self._carry_out(effects)
         if node.connection == number:
-            for launcher in list(node.launchers):
-                self._greet(launcher)
+            node.greet_s = self.now_s + self.greet_after_s
+            self._greet_all(node)
         return reply
+
+    def _greet_all(self, node: FakeNode) -> None:
+        """The clients have noticed that their agent, or its coordinator, is back."""
+        if node.greet_s is None or self.now_s < node.greet_s:
+            return
+        node.greet_s = None
+        for launcher in list(node.launchers):
+            self._greet(launcher)
 
     def kill_agent(self, name: str) -> None:
         node = self.nodes[name]
@@ -496,7 +507,8 @@ class World:
         )
         self.post(launcher, started)
         for rank in launcher.ranks:
-            self._rank_hello(launcher, rank)
+            if self.ranks_say_hello:
+                self._rank_hello(launcher, rank)
 
     def _clear(self, launcher: FakeLauncher) -> None:
         launcher.ranks, launcher.running = [], 0
@@ -699,6 +711,8 @@ class World:
             lost = node.agent and node.connection is None and not node.frozen
             if lost and self.now_s >= node.reconnect_s:
                 self.connect(node.name)
+            if node.reachable and self.up:
+                self._greet_all(node)
             if node.reachable and self.up and self._beat_due(node):
                 self._beat(node)
         if self.up:

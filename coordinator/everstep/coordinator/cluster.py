@@ -272,7 +272,7 @@ class Cluster:
             return
         if hello.generation is not None and hello.rank is not None:
             job.rank_clients[session.node, message.client] = (hello.generation, hello.rank)
-            job.came_up.add(hello.generation)
+            job.came_up.add((hello.generation, session.node))
 
     def _client_gone(self, turn: Turn, session: Session, gone: ClientGone) -> None:
         self.door.forget(session.connection, gone.client)

@@ -55,7 +55,7 @@ class Job:
     hold_until_s: float = 0.0
     unbound: list[str] = field(default_factory=list)
     rank_clients: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
-    came_up: set[int] = field(default_factory=set)
+    came_up: set[tuple[int, str]] = field(default_factory=set)  # generation and node
     top_step: int = 0
     furthest: dict[int, int] = field(default_factory=dict)
     hearsay: list[Clue] = field(default_factory=list)  # of ranks whose launcher has said nothing
@@ -70,9 +70,12 @@ class Job:
         self.stuck.discard(node)
 
     def detach(self, node: str, now_s: float) -> None:
-        """A launcher cannot be reached, which says nothing about its ranks."""
-        if self.attached.pop(node, None) is not None or node not in self.detached_s:
-            self.detached_s[node] = now_s
+        """A launcher cannot be reached, which says nothing about its ranks.
+
+        Its time to come back starts anew whenever its agent does.
+        """
+        self.attached.pop(node, None)
+        self.detached_s[node] = now_s
 
     def forget_ranks(self, node: str) -> None:
         """A node's agent reconnected: its ranks introduce themselves anew."""
@@ -170,7 +173,7 @@ class Job:
         seen = [r.step for node in self.book.members for r in self.last_ranks(node)]
         if (before := self.furthest.get(generation)) is not None:
             seen.append(before)
-        if not seen and generation not in self.came_up:
+        if not seen and not any(g == generation for g, _ in self.came_up):
             return None
         step = max(seen, default=0)
         self.furthest = {generation: step}

@@ -213,7 +213,7 @@ def _commit(turn: Turn, job: Job, proposal: Proposal, bind: StoreBound) -> None:
     job.proposal, job.ready_to_grow_s = None, None
     job.unbound.clear()
     job.hearsay.clear()
-    job.came_up = {g for g in job.came_up if g >= plan.generation}
+    job.came_up = {(g, node) for g, node in job.came_up if g >= plan.generation}
     for node in list(job.attached):
         job.tell(turn, node, Committed(plan=plan))
     if replan is not None and replan.incident is not None:
@@ -261,8 +261,11 @@ def _held_up_by(job: Job, node: str, now_s: float) -> str | None:
         return None
     away_s = job.nodes.away_since(node, now_s)
     if node in book.started:
-        # Its ranks may be well: before it costs the others' first step, it gets much longer.
-        long = away_s is not None and now_s - away_s >= config.early_absent_s
+        # Its ranks may be well. Once one of them was seen it gets much longer before it costs the
+        # others what they have done of their first step.
+        seen = (book.generation, node) in job.came_up
+        limit_s = config.early_absent_s if seen else config.absent_s
+        long = away_s is not None and now_s - away_s >= limit_s
         return "its agent is not heard" if long and job.waits_for_first_step(now_s) else None
     standing = job.standing(book.seats[node], now_s)
     if isinstance(standing, Away):  # out of the next plan, and back as soon as it is heard

@@ -47,6 +47,7 @@ def test_a_node_killed_with_its_agent_is_replaced_within_three_seconds_and_a_ste
     (incident,) = world.failures()
     assert incident.root is not None
     assert (incident.root.category, incident.root.node) == ("lost", "b")
+    assert incident.root.summary.count("the agent of b is silent") == 1
     assert incident.witnesses == ["a", "c"]
     assert (incident.decision.what, incident.decision.evicted) == ("evict", ["b"])
     times = [clue.at_s for clue in incident.clues]

@@ -93,9 +93,7 @@ def lost(
     witness = _ended_peer(silent, clues, step_s, now_s, rules)
     if witness is not None:
         how = "lost its connection" if witness.kind == "broken" else "ended"
-        why = (
-            f"rank {witness.rank} on {witness.node} {how}, and the agent of {silent.node} is silent"
-        )
+        why = f"rank {witness.rank} on {witness.node} {how}"
         return _loss(silent, why, [_as_evidence(witness)])
     if silent.closed or len(peers) < expected_peers:
         return None

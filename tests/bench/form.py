@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+QUIET = 0.1
+
 Value = float | int | None
 
 
@@ -135,6 +137,14 @@ def busy_share(seconds: float) -> float:
     total = sum(after) - sum(before)
     idle = after[3] + after[4] - before[3] - before[4]
     return 1 - idle / total if total else 0.0
+
+
+def await_quiet(most_s: float) -> float:
+    """Wait until others leave the cores alone, at most so long; return how busy they are then."""
+    end_s = time.monotonic() + most_s
+    while (share := busy_share(1.0)) > QUIET and time.monotonic() < end_s:
+        pass
+    return share
 
 
 def _ticks() -> list[int]:

@@ -36,7 +36,7 @@ from everstep.trainer import ledger
 
 SETTLED_STEPS = 20
 VICTIM = 1
-START_S, GIVE_UP_S, POLL_S = 120.0, 60.0, 0.1
+START_S, GIVE_UP_S, QUIET_WAIT_S, POLL_S = 120.0, 60.0, 30.0, 0.1
 LATER = "comes with re-forming in place"
 TARGETS = {
     "rank_kill_all_s": 1.0,
@@ -96,12 +96,12 @@ def main() -> None:
     found = form.Form("mttr", TARGETS, runs)
     folder = Path(tempfile.mkdtemp(prefix="everstep-mttr-"))
     try:
-        data = library_bytes(folder / "data.bin")
+        data = library_bytes(folder / "data" / "library.bin")
         for fault in FAULTS:
             if fault.figure in asked.only:
                 measure(found, fault, folder, data, runs, peers={} if asked.quick else PEERS)
     finally:
-        (folder / "data.bin").unlink(missing_ok=True)
+        shutil.rmtree(folder / "data")
         with contextlib.suppress(OSError):
             folder.rmdir()  # what did not come back is left to be looked at
     for prefix in ("", "one_node_"):
@@ -121,13 +121,16 @@ def measure(
 ) -> None:
     """Do one fault to so many runs of each contestant, in turn."""
     seen: dict[str, list[Recovered]] = {}
+    busiest = 0.0
     for number in range(runs):
         for name, kind in {"everstep": Everstep, **peers}.items():
             place = folder / f"{fault.figure}-{name}-{number}"
+            busy = form.await_quiet(QUIET_WAIT_S if runs > 1 else 0.0)
+            busiest = max(busiest, busy)
             one = run(kind, fault, place, data)
             seen.setdefault(name, []).append(one)
             parts = " ".join(f"{k} {v:.2f}" for k, v in one.parts.items())
-            form.say(f"{fault.figure} {name}: {_text(one.resumed_s)}; {parts}")
+            form.say(f"{fault.figure} {name}: {_text(one.resumed_s)}; {parts}; busy {busy:.0%}")
             if one.resumed_s is None:
                 form.say(f"its logs are kept in {place}")
             else:
@@ -135,7 +138,9 @@ def measure(
     for name, many in seen.items():
         value = form.median(r.resumed_s for r in many)
         missed = sum(r.resumed_s is None for r in many)
-        why = f"{missed} of {runs} runs did not go on within {GIVE_UP_S:.0f} s" if missed else ""
+        why = f"others kept the cores up to {busiest:.0%} busy before a run"
+        if missed:
+            why += f"; {missed} of {runs} runs did not go on within {GIVE_UP_S:.0f} s"
         if name == "everstep":
             found.put(fault.figure, value, why)
             _put_parts(found, fault.figure.removesuffix("_s"), many)

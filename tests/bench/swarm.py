@@ -198,9 +198,10 @@ class Agent(asyncio.Protocol):
     def _beat_now(self, due_s: float) -> None:
         if self._transport is None:
             return
+        loop = asyncio.get_running_loop()
+        self._swarm.late_s.append(loop.time() - due_s)
         self._sent_s.append(time.perf_counter())
         self._transport.write(self._beat.now(next(self._beats), time.time()))
-        loop = asyncio.get_running_loop()
         due_s = max(due_s + HEARTBEAT_S, loop.time())
         self._timer = loop.call_at(due_s, self._beat_now, due_s)
 
@@ -303,7 +304,8 @@ class Swarm:
     def __init__(self, port: int, *, job_nodes: int) -> None:
         self.jobs: list[Job] = []
         self.losses = 0
-        self.delays_s: list[float] = []
+        self.delays_s: list[float] = []  # from a heartbeat to its answer
+        self.late_s: list[float] = []  # of our own: how long after its time a heartbeat left
         self.last_plan_s = 0.0
         self._agents: list[Agent] = []
         self._port = port

@@ -31,7 +31,8 @@ def test_every_list_of_source_roots_is_the_same() -> None:
 
 
 def test_no_module_is_loaded_a_second_time_under_its_folders_name() -> None:
-    twice = [m for m in sys.modules if m.split(".")[0] in ROOTS]
+    # pytest itself makes an empty module of each folder's name; code in one would be the fault.
+    twice = [m for m in sys.modules if m.split(".")[0] in ROOTS and "." in m]
     assert twice == []
 
 

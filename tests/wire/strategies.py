@@ -12,7 +12,10 @@ from everstep.wire import messages
 from everstep.wire.messages import Message
 
 MESSAGES: tuple[type[Message], ...] = tuple(
-    sorted(Message.__subclasses__(), key=lambda cls: cls.__name__)
+    sorted(
+        (m for m in Message.__subclasses__() if m.__module__ == Message.__module__),
+        key=lambda cls: cls.__name__,
+    )
 )
 
 UNIONS: dict[str, Any] = {
@@ -36,16 +39,22 @@ def instances(cls: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
 _SCALARS: dict[type[mi.Type], st.SearchStrategy[Any]] = {
     mi.NoneType: st.none(),
     mi.BoolType: st.booleans(),
-    mi.IntType: st.integers(-(2**63), 2**64 - 1),
-    mi.FloatType: st.floats(allow_nan=False),
     mi.StrType: st.text(max_size=12),
 }
+
+
+def _or(limit: float | None, otherwise: int) -> int:
+    return otherwise if limit is None else int(limit)
 
 
 def _of(kind: mi.Type) -> st.SearchStrategy[Any]:
     if type(kind) in _SCALARS:
         return _SCALARS[type(kind)]
     match kind:
+        case mi.IntType(ge=least, le=most):
+            return st.integers(_or(least, -(2**63)), _or(most, 2**64 - 1))
+        case mi.FloatType(ge=least, le=most):
+            return st.floats(least, most, allow_nan=False)
         case mi.LiteralType(values=values):
             return st.sampled_from(values)
         case mi.UnionType(types=types):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any
 
@@ -19,10 +20,13 @@ from everstep.wire.messages import (
     Ask,
     ClientMessage,
     Facts,
+    Finding,
     FromClient,
     Join,
     Numbered,
     Peer,
+    RankEnded,
+    RankFinding,
 )
 
 _pack = msgspec.msgpack.encode
@@ -173,3 +177,40 @@ def test_a_relayed_message_keeps_its_sender() -> None:
     peer = Peer(pid=7, uid=1000, gid=1000, start_ticks=9, boot_id="b")
     relayed = FromClient(client="c1", peer=peer, body=Ask(what="status"))
     assert Decoder[Any](AgentToCoordinator).decode(encode(relayed)).peer == peer
+
+
+ENDED = RankEnded(
+    nonce="n", generation=1, rank=0, local_rank=0, pid=9, exit_code=1, signal=None, at_s=1.0
+)
+FOUND = Finding(name="n", component="host", severity="info", summary="s", at_s=1.0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        msgspec.structs.replace(ENDED, at_s=math.nan),
+        msgspec.structs.replace(ENDED, generation=2**64 - 1),
+        msgspec.structs.replace(ENDED, pid=-(2**63)),
+        Numbered(seq=1, body=msgspec.structs.replace(ENDED, at_s=math.inf)),
+        RankFinding(nonce="n", rank=0, step=1, finding=msgspec.structs.replace(FOUND, at_s=1e300)),
+        Join(
+            run_id="r",
+            nonce=None,
+            min_nodes=1,
+            max_nodes=1,
+            local_world_size=1,
+            join_timeout_s=math.nan,
+        ),
+    ],
+)
+def test_a_number_that_the_journal_could_not_give_back_is_malformed(message: Any) -> None:
+    with pytest.raises(MalformedMessageError):
+        _client.decode(encode(message))
+
+
+def test_text_that_is_no_unicode_arrives_spelled_out() -> None:
+    said = msgspec.structs.replace(ENDED, error="no file m\udcfcll", stderr_tail=["\ud800"])
+    heard = _client.decode(frame(Numbered(seq=1, body=said))[4:]).body
+    assert heard == msgspec.structs.replace(
+        said, error="no file m\\udcfcll", stderr_tail=["\\ud800"]
+    )

@@ -317,6 +317,16 @@ def test_a_coordinator_can_run_in_the_same_process(stage: Stage) -> None:
     assert agent.stop() == 0
 
 
+def test_with_a_coordinator_beside_a_refusal_is_still_one_line(stage: Stage) -> None:
+    agent = stage.agent()
+    state = stage.folder / "state"
+    config = f'[coordinator]\nlisten = "127.0.0.1:0"\nstate_dir = "{state}"\n'
+    words = ("--with-coordinator", "--socket", str(agent.socket), "--listen", "127.0.0.1:0")
+    code, said = refused(stage, *words, config=config)
+    assert code == 69
+    assert said.splitlines()[-1].startswith(f"everstep: {agent.socket}: another agent is running")
+
+
 def test_two_agents_on_one_machine_keep_apart(stage: Stage) -> None:
     coordinator: FakeCoordinator = stage.coordinator()
     stage.agent(coordinator, name="a")

@@ -19,6 +19,7 @@ import msgspec
 from everstep.agent import logs
 from everstep.agent.assembly import Agent
 from everstep.agent.config import Overrides, Settings, coordinator_url, settle
+from everstep.agent.errors import AgentError
 from everstep.agent.listener import Listener, bound
 from everstep.agent.metrics import Exposition
 from everstep.agent.plugins import admit_all
@@ -154,7 +155,7 @@ def run(
 
 async def _main(file: ConfigFile, settings: Settings, beside: Beside | None) -> None:
     _cancel_on_signals()
-    with contextlib.suppress(asyncio.CancelledError):
+    with _bare_refusals(), contextlib.suppress(asyncio.CancelledError):
         async with AsyncExitStack() as stack:
             if beside is not None:
                 address = await stack.enter_async_context(beside(file))
@@ -163,6 +164,17 @@ async def _main(file: ConfigFile, settings: Settings, beside: Beside | None) -> 
             await stack.enter_async_context(serve(file, settings))
             await asyncio.Event().wait()  # for ever: only a signal ends it
     log.info("agent stopped")
+
+
+@contextlib.contextmanager
+def _bare_refusals() -> Iterator[None]:
+    """Let an AgentError out as itself when the task group of a coordinator beside wrapped it."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        if len(group.exceptions) == 1 and isinstance(group.exceptions[0], AgentError):
+            raise group.exceptions[0] from None
+        raise
 
 
 def _cancel_on_signals() -> None:

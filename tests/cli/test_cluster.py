@@ -104,7 +104,7 @@ def test_a_job_is_shown_with_all_its_history(typed: Type) -> None:
     assert "generation  2: n1\n" in shown.out
     for part in ("launchers", "generations", "incidents"):
         assert f"\n\n{part}\n" in shown.out
-    assert "the beginning" in shown.out
+    assert "no snapshot yet" in shown.out
 
 
 def test_an_incident_is_told_in_order_of_time(typed: Type) -> None:

@@ -33,7 +33,8 @@ def _list(
     """List incidents, oldest first.
 
     An incident is one failure with all that followed from it; it closes when all ranks step
-    again. RESUMED is the time from the first sign to that. With --json: the answer to
+    again; where a script tells nothing of its steps, half a minute after its ranks were started
+    anew. RESUMED is the time from the first sign to the next step. With --json: the answer to
     GET /v1/incidents.
 
     Examples:

@@ -120,7 +120,7 @@ def _stop(
 
 HEADS = (
     "ID", "RUN", "STATE", "GEN", "NODES", "SPARES", "RANKS", "STEP", "LOSS", "SNAPSHOT",
-    "INCIDENTS", "WHY",
+    "OPEN INCIDENTS", "WHY",
 )  # fmt: skip
 
 
@@ -236,7 +236,7 @@ def _list_history(job: dict[str, Any]) -> None:
                 str(g["generation"]),
                 show.moment(g["committed_at_s"]),
                 ", ".join(g["members"]),
-                next(iter(g["resume"]), "the beginning"),
+                next(iter(g["resume"]), "no snapshot yet"),
                 g["asked_by"],
                 g["why"],
             )

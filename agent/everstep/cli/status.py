@@ -118,7 +118,7 @@ def _coordinator(url: str, own: dict[str, Any]) -> str:
     up = show.duration(max(0.0, own["now_s"] - own["started_at_s"]))
     return (
         f"{url}, everstep {own['version']}, mode {own['mode']}, up {up} (start {own['epoch']}), "
-        f"{own['agents_connected']} agents connected"
+        f"agents connected: {own['agents_connected']}"
     )
 
 

@@ -41,6 +41,7 @@ def torchrun(context: typer.Context) -> None:
 
     Exit codes:
         0   done
+        2   arguments that torchrun itself refuses
         64  wrong arguments, e.g. no --rdzv-id
         69  no agent here, or too few nodes in time
         75  this node was evicted (with --rdzv-conf=on_evict=exit)

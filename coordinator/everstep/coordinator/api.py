@@ -138,7 +138,7 @@ class Api:
         number = _incident_number(request)
         incident = self._cluster.books.incidents.get(number)
         if incident is None:
-            raise NoSuchThingError(f"no incident {number}; GET /v1/incidents lists them")
+            raise NoSuchThingError(f"no incident {number}; `everstep incidents` lists them")
         return web.json_response(views.incident_detail(incident))
 
     async def events(self, request: web.Request) -> web.Response:
@@ -233,13 +233,13 @@ class Api:
             return books[asked]
         named = [b for b in books.values() if b.spec.run_id == asked]
         if not named:
-            raise NoSuchThingError(f"no job {asked!r}; GET /v1/jobs lists them")
+            raise NoSuchThingError(f"no job {asked!r}; `everstep jobs` lists them")
         return named[-1]
 
     def _node_view(self, name: str) -> views.View:
         book = self._cluster.books.nodes.get(name)
         if book is None:
-            raise NoSuchThingError(f"no node {name!r} was ever heard; GET /v1/nodes lists them")
+            raise NoSuchThingError(f"no node {name!r} was ever heard; `everstep nodes` lists them")
         return views.node_view(self._cluster, book, self._runtime.clock())
 
     async def _read(self, since: int, limit: int) -> list[views.View]:

@@ -73,7 +73,7 @@ class Operator:
         if job is None or job.book.over is not None:
             book = self._cluster.books.jobs.get(job_id)
             if book is None or book.over is None:
-                raise NoSuchThingError(f"no job {job_id}; GET /v1/jobs lists them")
+                raise NoSuchThingError(f"no job {job_id}; `everstep jobs` lists them")
             raise OperatorError(f"job {job_id} is over already: {book.over.why}")
         self._log("stop", job_id, reason, job=job_id)
         why = f"stopped by {self._by}: {reason}"
@@ -83,7 +83,7 @@ class Operator:
         """Carry out what an incident's decision proposes."""
         incident = self._cluster.books.incidents.get(number)
         if incident is None:
-            raise NoSuchThingError(f"no incident {number}; GET /v1/incidents lists them")
+            raise NoSuchThingError(f"no incident {number}; `everstep incidents` lists them")
         decision = incident.decision
         if decision.status != "pending":
             raise OperatorError(f"incident {number} waits for nobody: {decision.status}")
@@ -116,7 +116,7 @@ class Operator:
     def _node(self, name: str) -> NodeBook:
         node = self._cluster.books.nodes.get(name)
         if node is None:
-            raise NoSuchThingError(f"no node {name!r} was ever heard; GET /v1/nodes lists them")
+            raise NoSuchThingError(f"no node {name!r} was ever heard; `everstep nodes` lists them")
         return node
 
     def _log(

@@ -171,10 +171,10 @@ class EverstepRendezvous(RendezvousHandler):
         os.environ.update(_rank_environment(plan, self._terms, self._seat.node or "", ranks.token))
         self._seat.take(plan.generation)
         self._first_rank[plan.generation] = _first_rank(plan, group_rank)
+        resume = f"resume from {plan.resume[0]}" if plan.resume else "no snapshot of this job yet"
         say(
             f"{plan.run_id}: generation {plan.generation}, node {group_rank + 1} of "
-            f"{len(plan.members)}, resume from {plan.resume[0] if plan.resume else 'the beginning'}"
-            f" ({plan.why})"
+            f"{len(plan.members)}, {resume} ({plan.why})"
         )
         agent: Any = _elastic_agent()
         threading.Thread(

@@ -189,6 +189,27 @@ def test_a_user_bug_ends_with_its_traceback_and_its_exit_code(cluster: Cluster) 
     nobody_waited_thirty_seconds(cluster)
 
 
+@pytest.mark.parametrize("size", [0, 6_000_000])
+def test_an_end_is_told_whatever_the_exception_says(cluster: Cluster, size: int) -> None:
+    script = cluster.folder / "bug.py"
+    script.write_text(
+        "import os\n"
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        f"@record\ndef main():\n    open(os.fsdecode(b'no\\xfc') + 'x' * {size})\n"
+        "main()\n"
+    )
+    a = cluster.node("a")
+    cluster.torchrun("a", script, "--role=\udcfc")
+    assert "--role=\\udcfc" in a.expect(Join).command
+    cluster.commit(1, ["a"])
+    ended = a.expect(RankEnded)
+    assert ended.exit_code == 1
+    assert ended.error is not None
+    assert "in main" in ended.error
+    assert "no\\udcfc" in ended.error
+    assert len(ended.error) < 100_000
+
+
 def test_a_launcher_that_is_terminated_ends_its_ranks_within_its_grace(
     cluster: Cluster, all_reduce: Path
 ) -> None:
@@ -211,6 +232,8 @@ def test_a_launcher_that_is_terminated_ends_its_ranks_within_its_grace(
         (["--rdzv-conf=on_evict=explode"], "on_evict must be park or exit"),
         (["--rdzv-conf=colour=red"], "unknown colour; known: join_timeout_s, on_evict"),
         (["--rdzv-conf=join_timeout_s=soon"], "join_timeout_s must be seconds"),
+        (["--rdzv-conf=join_timeout_s=nan"], "join_timeout_s must be above 0 and at most"),
+        (["--rdzv-conf=join_timeout_s=inf"], "join_timeout_s must be above 0 and at most"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(

@@ -25,8 +25,23 @@ T = TypeVar("T")
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Return the MessagePack bytes of a message."""
-    return _encoder.encode(message)
+    """Return the MessagePack bytes of a message; text that is no Unicode is spelled out."""
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError:  # Python's stand-in for bytes of an argument or a file's name
+        return _encoder.encode(_spelled_out(msgspec.to_builtins(message)))
+
+
+def _spelled_out(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict():
+            return {_spelled_out(k): _spelled_out(v) for k, v in value.items()}
+        case list() | tuple():
+            return [_spelled_out(v) for v in value]
+        case _:
+            return value
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -34,7 +49,7 @@ def frame(message: msgspec.Struct) -> bytes:
 
     Raises FrameError when it is larger than `MAX_FRAME_BYTES`.
     """
-    body = _encoder.encode(message)
+    body = encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise FrameError(
             f"a {type(message).__name__} of {len(body)} bytes is over {MAX_FRAME_BYTES}"

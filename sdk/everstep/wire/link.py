@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
-from everstep.wire.codec import Decoder, Frames, frame
+from everstep.wire.codec import Decoder, Frames, encode, frame
 from everstep.wire.errors import FrameError, MalformedMessageError
 from everstep.wire.messages import Ack, AgentMessage, Link, Numbered, Welcome
 from everstep.wire.outbox import Outbox
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
 _OPEN_S, _CLOSE_S = 5.0, 1.0
 _MAX_QUEUED_BYTES = 8 * 1024 * 1024
+_MAX_POSTED_BYTES = 2 * 1024 * 1024  # half of what an agent takes from a client
 _live: weakref.WeakSet[AgentLink] = weakref.WeakSet()
 
 
@@ -97,7 +98,15 @@ class AgentLink:
             self._enqueue(message)
 
     def post(self, message: ClientMessage) -> None:
-        """Send, and send again after each reconnect until the coordinator acknowledges it."""
+        """Send, and send again after each reconnect until the coordinator acknowledges it.
+
+        One that no agent takes is logged and dropped: kept, it would come back for ever.
+        """
+        size = len(encode(message))
+        if size > _MAX_POSTED_BYTES:
+            facts = {"kind": type(message).__name__, "bytes": size, "most": _MAX_POSTED_BYTES}
+            log.error("message to the agent dropped: too large", extra=facts)
+            return
         with self._lock:
             seq = self._outbox.put(message)
         if self.coordinator_up:

@@ -7,7 +7,7 @@ field that is no longer needed stays one version longer. Times are seconds: `*_a
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -16,6 +16,13 @@ from everstep.wire.codec import SCHEMA
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=True):
     """Root of all messages; the class name is the `kind`."""
+
+
+# What a message says is journaled as JSON, which has neither NaN nor infinity, and later shown as
+# dates. So both are refused at the door, and no whole number outgrows its column.
+Moment = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+Duration = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
+Whole = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 
 
 # ---------------------------------------------------------------- what everybody hands around
@@ -40,7 +47,7 @@ Severity = Literal["info", "warning", "error", "fatal"]
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """One observed fact, with its time and where it was seen."""
 
-    at_s: float
+    at_s: Moment
     what: str
     source: str
 
@@ -55,7 +62,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     component: str
     severity: Severity
     summary: str
-    at_s: float
+    at_s: Moment
     evidence: list[Evidence] = []
     suggested_action: str | None = None
     resolved: bool = False
@@ -64,10 +71,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
     """Who is at the other end of a Unix socket, as the kernel says it."""
 
-    pid: int
-    uid: int
-    gid: int
-    start_ticks: int
+    pid: Whole
+    uid: Whole
+    gid: Whole
+    start_ticks: Whole
     boot_id: str
 
 
@@ -151,13 +158,13 @@ class Hello(Message, frozen=True, kw_only=True):
     """
 
     role: Literal["launcher", "rank", "cli"]
-    schema: int = SCHEMA
+    schema: Whole = SCHEMA
     version: str = ""
     job: str | None = None
-    generation: int | None = None
-    rank: int | None = None
-    local_rank: int | None = None
-    world_size: int | None = None
+    generation: Whole | None = None
+    rank: Whole | None = None
+    local_rank: Whole | None = None
+    world_size: Whole | None = None
     page: bool = False
 
 
@@ -170,13 +177,13 @@ class Join(Message, frozen=True, kw_only=True):
 
     run_id: str
     nonce: str | None
-    min_nodes: int
-    max_nodes: int
-    local_world_size: int
+    min_nodes: Whole
+    max_nodes: Whole
+    local_world_size: Whole
     address: str | None = None
-    join_timeout_s: float = 600.0
+    join_timeout_s: Duration = 600.0
     on_evict: Literal["park", "exit"] = "park"
-    running_generation: int = 0
+    running_generation: Whole = 0
     succeeded: bool = False
     command: str = ""
     torch_version: str = ""
@@ -186,16 +193,16 @@ class StoreBound(Message, frozen=True, kw_only=True):
     """The first member's launcher listens for the ranks of a proposed generation."""
 
     nonce: str
-    generation: int
+    generation: Whole
     address: str
-    port: int
+    port: Whole
 
 
 class StoreFailed(Message, frozen=True, kw_only=True):
     """The store of a proposed generation could not be bound; another first member is needed."""
 
     nonce: str
-    generation: int
+    generation: Whole
     why: str
 
 
@@ -203,22 +210,22 @@ class RanksStarted(Message, frozen=True, kw_only=True):
     """The pids of the local ranks of one generation, in order of local rank."""
 
     nonce: str
-    generation: int
-    pids: list[int]
-    ranks: list[int]
+    generation: Whole
+    pids: list[Whole]
+    ranks: list[Whole]
 
 
 class RankEnded(Message, frozen=True, kw_only=True):
     """A local rank ended. `exit_code` and `signal` are both None when it is not known how."""
 
     nonce: str
-    generation: int
-    rank: int
-    local_rank: int
-    pid: int
-    exit_code: int | None
-    signal: int | None
-    at_s: float
+    generation: Whole
+    rank: Whole
+    local_rank: Whole
+    pid: Whole
+    exit_code: Whole | None
+    signal: Whole | None
+    at_s: Moment
     expected: bool = False
     error: str | None = None
     stderr_tail: list[str] = []
@@ -228,14 +235,14 @@ class GroupSucceeded(Message, frozen=True, kw_only=True):
     """All local ranks of this generation ended with 0."""
 
     nonce: str
-    generation: int
+    generation: Whole
 
 
 class Leaving(Message, frozen=True, kw_only=True):
     """The launcher goes; the code and the reason that its user sees."""
 
     nonce: str | None
-    exit_code: int
+    exit_code: Whole
     why: str
 
 
@@ -244,14 +251,14 @@ class SnapshotCommitted(Message, frozen=True, kw_only=True):
 
     nonce: str
     id: str
-    step: int
-    generation: int
+    step: Whole
+    generation: Whole
     path: str
-    world_size: int
-    bytes: int
-    write_s: float
-    stall_s: float = 0.0
-    samples: int = 0
+    world_size: Whole
+    bytes: Whole
+    write_s: Duration
+    stall_s: Duration = 0.0
+    samples: Whole = 0
     final: bool = False
 
 
@@ -267,8 +274,8 @@ class RankFinding(Message, frozen=True, kw_only=True):
     """A finding made inside a rank, e.g. a loss spike or a disk that is full."""
 
     nonce: str
-    rank: int
-    step: int
+    rank: Whole
+    step: Whole
     finding: Finding
 
 
@@ -297,7 +304,7 @@ ClientMessage = (
 class Numbered(Message, frozen=True, kw_only=True):
     """A client's message with its number; it is repeated until `Ack` covers the number."""
 
-    seq: int
+    seq: Whole
     body: ClientMessage
 
 
@@ -390,7 +397,7 @@ class AgentHello(Message, frozen=True, kw_only=True):
     boot_id: str
     address: str
     token: str = ""
-    schema: int = SCHEMA
+    schema: Whole = SCHEMA
     version: str = ""
     abilities: list[str] = []
 
@@ -420,7 +427,7 @@ class FromClient(Message, frozen=True, kw_only=True):
     client: str
     peer: Peer
     body: ClientMessage
-    seq: int = 0
+    seq: Whole = 0
 
 
 class ClientGone(Message, frozen=True, kw_only=True):
@@ -429,13 +436,13 @@ class ClientGone(Message, frozen=True, kw_only=True):
     client: str
     peer: Peer
     died: bool
-    at_s: float
+    at_s: Moment
 
 
 class NodeFinding(Message, frozen=True, kw_only=True):
     """A finding of one of the agent's own plugins; repeated until acknowledged."""
 
-    seq: int
+    seq: Whole
     finding: Finding
     plugin: str
 

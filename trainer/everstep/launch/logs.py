@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 TAIL_LINES = 20
 _TAIL_BYTES = 16 * 1024
+_MAX_ERROR_FILE, _END_CHARS = 32 * 1024 * 1024, 8 * 1024
 _KEPT_GENERATIONS = 8
 
 
@@ -76,14 +77,22 @@ def evidence(generation: int, local_rank: int) -> Evidence:
 def _traceback(path: str | None) -> str | None:
     """Return the traceback that torch's @record wrote, None without one."""
     try:
-        text = Path(path or "").read_text(encoding="utf-8", errors="replace")
-        message: Any = json.loads(text)["message"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if isinstance(message, dict):
-        extra = message.get("extraInfo", {})
-        return str(extra.get("py_callstack") or message.get("message"))
-    return str(message)
+        with Path(path or "").open(encoding="utf-8", errors="replace") as file:
+            message: Any = json.loads(file.read(_MAX_ERROR_FILE))["message"]
+        if isinstance(message, dict):
+            extra = message.get("extraInfo", {})
+            message = extra.get("py_callstack") or message.get("message")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None  # the script may write there what it likes
+    return _ends(str(message))
+
+
+def _ends(text: str) -> str:
+    """Return the text, or its first and last part: an exception may quote a whole file."""
+    left_out = len(text) - 2 * _END_CHARS
+    if left_out <= 0:
+        return text
+    return f"{text[:_END_CHARS]}\n... {left_out} characters ...\n{text[-_END_CHARS:]}"
 
 
 def _tail(path: str | None) -> list[str]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 OLDEST_TORCH = (2, 13)
 LEAST_RESTARTS = 100
+_MAX_TIMEOUT_S = 366 * 86400
 DEFAULT_RUN_ID = "none"  # what torchrun passes when nobody gave --rdzv-id: everyone shares it
 _OURS = ("join_timeout_s", "on_evict")
 _TORCHS = ("timeout", "join_timeout", "last_call_timeout", "close_timeout", "read_timeout")
@@ -124,8 +125,12 @@ def _conf(params: RendezvousParameters) -> tuple[float, Literal["park", "exit"]]
         join_timeout_s = float(raw)
     except ValueError:
         leave(USAGE, f"--rdzv-conf: join_timeout_s must be seconds, not {raw!r}")
-    if join_timeout_s <= 0:
-        leave(USAGE, f"--rdzv-conf: join_timeout_s must be above 0, not {raw!r}")
+    if not 0 < join_timeout_s <= _MAX_TIMEOUT_S:
+        leave(
+            USAGE,
+            f"--rdzv-conf: join_timeout_s must be above 0 and at most {_MAX_TIMEOUT_S}, "
+            f"not {raw!r}",
+        )
     on_evict = params.get("on_evict", "park")
     if on_evict not in ("park", "exit"):
         leave(USAGE, f"--rdzv-conf: on_evict must be park or exit, not {on_evict!r}")

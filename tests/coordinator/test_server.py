@@ -290,6 +290,9 @@ async def test_an_operator_cordons_evicts_readmits_and_stops_with_a_reason(tmp_p
         ("POST", "/v1/incidents/99/approve", {"reason": "x"}, 404, "GET /v1/incidents"),
         ("GET", "/v1/incidents/abc", None, 400, "number"),
         ("GET", "/v1/events?since=-3", None, 400, "since"),
+        ("GET", f"/v1/events?since={'9' * 5000}", None, 400, "since"),
+        ("GET", f"/v1/events/stream?since={'9' * 30}", None, 400, "number"),
+        ("GET", f"/v1/incidents/{'9' * 5000}", None, 400, "number"),
         ("GET", "/v1/nothing", None, 404, "/v1/jobs"),
         ("GET", "/v1/jobs/none", None, 404, "GET /v1/jobs"),
         ("DELETE", "/v1/jobs", None, 405, "DELETE"),
@@ -316,6 +319,11 @@ async def test_with_a_token_everything_but_healthz_asks_for_it(tmp_path: Path) -
                 assert bad.status == 401
         async with server.http.get(f"{base}/healthz") as healthy:
             assert healthy.status == 200
+        host, port = server.address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /v1/jobs HTTP/1.0\r\nAuthorization: Bearer \xff\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"401"
+        writer.close()
         assert (await server.get("/v1/jobs")) == {"jobs": []}
 
 

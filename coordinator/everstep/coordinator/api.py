@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _MAX_EVENTS = 1000
 _KEEP_ALIVE_S = 15.0
+_MOST_DIGITS = 18
 _OPEN_PATHS = frozenset({"/healthz", "/v1/agent"})  # an agent shows its token in its hello
 
 
@@ -143,7 +144,7 @@ class Api:
 
     async def events(self, request: web.Request) -> web.Response:
         """Return the journal's facts after `since`, at most `limit`; `next` is where to go on."""
-        since = _number(request, "since", default=0, most=2**62)
+        since = _number(request, "since", default=0, most=10**_MOST_DIGITS)
         limit = _number(request, "limit", default=200, most=_MAX_EVENTS)
         found = await self._read(since, limit)
         last = found[-1]["seq"] if found else since
@@ -155,9 +156,7 @@ class Api:
         last = request.headers.get("Last-Event-ID") or request.query.get("since")
         since = self._runtime.durable
         if last is not None:
-            if not (last.isascii() and last.isdigit()):
-                raise OperatorError(f"{last!r} is no event's id, which is a number")
-            since = int(last)
+            since = _whole(last, "an event's id is a number")
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         with contextlib.suppress(ConnectionError):  # whoever listened is gone
@@ -275,7 +274,7 @@ def guarded(token: str) -> Any:
 def _may(request: web.Request, token: str) -> bool:
     scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(
-        shown.strip().encode(), token.encode()
+        shown.strip().encode(errors="surrogateescape"), token.encode()
     )
 
 
@@ -295,13 +294,15 @@ def _number(request: web.Request, name: str, *, default: int, most: int) -> int:
     text = request.query.get(name)
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit()):
-        raise web.HTTPBadRequest(text=f"{name}={text!r} is no number")
-    return min(int(text), most)
+    return min(_whole(text, f"{name} is a number"), most)
 
 
 def _incident_number(request: web.Request) -> int:
-    text = request.match_info["id"]
-    if not (text.isascii() and text.isdigit()):
-        raise web.HTTPBadRequest(text=f"{text!r} is no incident's number")
+    return _whole(request.match_info["id"], "an incident's id is a number")
+
+
+def _whole(text: str, what: str) -> int:
+    """Return a whole number that Python and SQLite take."""
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+        raise web.HTTPBadRequest(text=f"{what}, not {text[:_MOST_DIGITS]!r}")
     return int(text)

@@ -72,6 +72,11 @@ def advance(turn: Turn, job: Job) -> None:
 
 
 def _plan(turn: Turn, job: Job, replan: Replan) -> None:
+    here, needed = len(job.attached), job.book.spec.min_nodes
+    in_time = turn.now_s - replan.since_s < job.book.spec.join_timeout_s
+    if job.book.generation == 0 and here < needed and in_time:
+        job.waiting = f"{here} of at least {needed} nodes are here"
+        return  # the cheap look at a job that gathers
     standings = job.standings(turn.now_s)
     if _still_gathering(job, standings, turn.now_s):
         return

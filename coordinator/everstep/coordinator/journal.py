@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import queue
+import sqlite3
 import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -234,13 +235,14 @@ def _open(path: Path) -> Engine:
     engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 1.0})
     event.listen(engine, "connect", _prepare)
     try:
+        _check_pages(engine)
         _meta.create_all(engine)
         _check_schema(engine, path)
-    except DatabaseError as exc:
+    except (DatabaseError, sqlite3.DatabaseError) as exc:
         engine.dispose()
         raise JournalError(
-            f"{path}: not a usable journal ({exc.orig}): restore a copy, or move it away to start "
-            "with an empty one (running jobs are taken in as they are)"
+            f"{path}: not a usable journal ({getattr(exc, 'orig', exc)}): restore a copy, or move it "
+            "away to start with an empty one (running jobs are taken in as they are)"
         ) from exc
     except JournalError:
         engine.dispose()
@@ -255,13 +257,20 @@ def _prepare(connection: Any, _: Any) -> None:
     cursor.close()
 
 
+def _check_pages(engine: Engine) -> None:
+    with engine.connect() as connection:
+        found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+    if found != "ok":  # found now rather than by a commit that can never succeed
+        raise sqlite3.DatabaseError(f"damaged: {found}")
+
+
 def _check_schema(engine: Engine, path: Path) -> None:
     with engine.begin() as connection:
         asked = select(_about.c.value).where(_about.c.key == "schema")
         found = connection.execute(asked).scalar()
         if found is None:
             connection.execute(insert(_about), {"key": "schema", "value": str(SCHEMA)})
-        elif int(found) > SCHEMA:
+        elif not found.isdigit() or int(found) > SCHEMA:
             raise JournalError(
                 f"{path}: schema {found} is newer than this version's {SCHEMA}: upgrade everstep "
                 "on the coordinator"

@@ -241,8 +241,8 @@ def _open(path: Path) -> Engine:
     except (DatabaseError, sqlite3.DatabaseError) as exc:
         engine.dispose()
         raise JournalError(
-            f"{path}: not a usable journal ({getattr(exc, 'orig', exc)}): restore a copy, or move it "
-            "away to start with an empty one (running jobs are taken in as they are)"
+            f"{path}: not a usable journal ({getattr(exc, 'orig', exc)}): restore a copy, or move "
+            "it away to start with an empty one (running jobs are taken in as they are)"
         ) from exc
     except JournalError:
         engine.dispose()

@@ -177,9 +177,10 @@ class EverstepRendezvous(RendezvousHandler):
             f"{len(plan.members)}, {resume} ({plan.why})"
         )
         agent: Any = _elastic_agent()
+        before = agent.get_worker_group().workers
         threading.Thread(
             target=self._await_start,
-            args=(agent, plan, ranks),
+            args=(agent, before, plan, ranks),
             name="everstep-start",
             daemon=True,
         ).start()
@@ -190,16 +191,18 @@ class EverstepRendezvous(RendezvousHandler):
             RendezvousStoreInfo(plan.store_address, plan.store_port),
         )
 
-    def _await_start(self, agent: Any, plan: Plan, ranks: Ranks) -> None:
-        """Find the pids once torchrun has started the ranks; `next_rendezvous` can't see them."""
+    def _await_start(self, agent: Any, before: list[Any], plan: Plan, ranks: Ranks) -> None:
+        """Find the pids once torchrun has started the ranks; `next_rendezvous` can't see them.
+
+        `before` are the workers of the generation that ended: torchrun keeps them, pids and all,
+        until some time after `next_rendezvous` has returned.
+        """
         pids: list[int] = []
         while not pids:
             if self._seat.training != plan.generation:
                 return
             time.sleep(_START_POLL_S)
-            ids = [worker.id for worker in agent.get_worker_group().workers]
-            if all(isinstance(pid, int) for pid in ids):
-                pids = ids
+            pids = started_pids(agent.get_worker_group().workers, before)
 
         def returncode(local_rank: int) -> int | None:
             handlers = getattr(agent._pcontext, "subprocess_handlers", {})  # noqa: SLF001  torch's
@@ -339,6 +342,13 @@ class EverstepRendezvous(RendezvousHandler):
         self._link.send(
             StoreBound(nonce=order.nonce, generation=order.generation, address=where, port=port)
         )
+
+
+def started_pids(workers: list[Any], before: list[Any]) -> list[int]:
+    """Return the pids of torchrun's new workers, empty until all of them have been started."""
+    ids = [worker.id for worker in workers]
+    new = workers is not before and all(isinstance(pid, int) for pid in ids)
+    return ids if new else []
 
 
 def _first_rank(plan: Plan, group_rank: int) -> int:

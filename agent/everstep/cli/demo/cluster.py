@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _MARK = "EVERSTEP_DEMO"
 _ROUNDS = 5
+_SHORT_BYTES = 50
 
 
 class ClusterError(EverstepError):
@@ -69,8 +70,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        # AF_UNIX paths have 107 bytes at most, and the demo's folder may be anywhere.
-        self.run = Path(tempfile.mkdtemp(prefix="everstep-"))
+        # AF_UNIX paths have 107 bytes at most, and the demo's folder or $TMPDIR may be anywhere.
+        short = len(os.fsencode(tempfile.gettempdir())) <= _SHORT_BYTES
+        self.run = Path(tempfile.mkdtemp(prefix="everstep-", dir=None if short else "/tmp"))
         self.cables = Cables()
         self._coordinator_extra = ""
         self.port = self.port or _free_port()
@@ -134,7 +136,12 @@ class Cluster:
             ["torchrun", f"--rdzv-id={run_id}", "--monitor-interval=0.1", *arguments],
             f"{node.name}-{run_id}",
             f"{self.token}.{node.name}.l",
-            {"EVERSTEP_SOCKET": str(node.socket), "OMP_NUM_THREADS": "1", **environ},
+            {
+                "EVERSTEP_SOCKET": str(node.socket),
+                "OMP_NUM_THREADS": "1",
+                "TMPDIR": str(node.folder),  # what killed launchers leave goes with the cluster
+                **environ,
+            },
         )
         node.launchers[run_id] = process
         return process

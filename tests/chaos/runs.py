@@ -18,12 +18,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from everstep.cli.demo.cluster import Cluster, Node
 from everstep.cli.demo.training import Recipe, library_bytes
 from everstep.launch import reaper
 from everstep.trainer.snapshot import compare
+from everstep.wire.exit_codes import UNAVAILABLE
 
 THIRTY_SECOND_WAIT = "Unable to shutdown process"
 LAYOUTS = ((3, 1), (4, 1), (2, 2))  # nodes, ranks per node
@@ -104,10 +106,19 @@ class Weather:
         while time.monotonic() < end:
             while self._due and self._due[0].at <= time.monotonic():
                 heapq.heappop(self._due).what()
+            self._start_again()
             if not self._due and all(p.poll() is not None for p in self._launchers()):
                 return ""
             time.sleep(0.02)
         return f"not over within {timeout_s:.0f} s"
+
+    def _start_again(self) -> None:
+        """Do what a service manager does about 69: no agent was there, so try again."""
+        for node in self._cluster.nodes.values():
+            for run_id, launcher in list(node.launchers.items()):
+                if launcher.poll() == UNAVAILABLE:
+                    del node.launchers[run_id]
+                    self._later(self._rng.uniform(1, 5), partial(self._launch, node))
 
     def _later(self, after_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._due, _Due(time.monotonic() + after_s, next(self._order), what))

@@ -291,6 +291,8 @@ class Session:
                 f"step {step.number}: session.step(optimizer) got no loss: pass loss=, or call "
                 "session.forwarded(..., last=True) after the last forward"
             )
+        if math.isnan(step.lr):
+            step.lr = float(optimizer.param_groups[0]["lr"])
         wishes = self._keeper.wishes
         self._vote(self._dispatch.fire("before_update", step))
         vote = Vote(

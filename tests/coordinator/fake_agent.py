@@ -71,11 +71,16 @@ class Launcher:
     outbox: dict[int, ClientMessage] = field(default_factory=dict)
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     started_s: float = 0.0
+    uid: int = UID
 
     @property
     def peer(self) -> Peer:
         return Peer(
-            pid=self.pid, uid=UID, gid=UID, start_ticks=self.pid, boot_id=self.agent.hello.boot_id
+            pid=self.pid,
+            uid=self.uid,
+            gid=self.uid,
+            start_ticks=self.pid,
+            boot_id=self.agent.hello.boot_id,
         )
 
     def page(self) -> RankProgress:
@@ -91,7 +96,7 @@ class Launcher:
             standing_s=0.01,
             p99_step_s=0.05,
             loss=1.0,
-            uid=UID,
+            uid=self.uid,
         )
 
 
@@ -200,7 +205,9 @@ class FakeAgent:
 
     # ------------------------------------------------------------------------ launchers
 
-    async def launch(self, run: str, *, nnodes: tuple[int, int], nproc: int = 1) -> Launcher:
+    async def launch(
+        self, run: str, *, nnodes: tuple[int, int], nproc: int = 1, uid: int = UID
+    ) -> Launcher:
         """Start a launcher; returns when it has its answer, so that the order is the caller's."""
         pid = next(self._pids)
         join = Join(
@@ -210,7 +217,7 @@ class FakeAgent:
             max_nodes=nnodes[1],
             local_world_size=nproc,
         )
-        launcher = Launcher(self, f"c{pid}", pid, join)
+        launcher = Launcher(self, f"c{pid}", pid, join, uid=uid)
         self.launchers.append(launcher)
         await self._greet(launcher)
         await until(lambda: launcher.heard, what="an answer to Join")

@@ -130,6 +130,20 @@ async def test_a_killed_launcher_is_replaced_and_the_job_ends_for_everybody(
         assert job["over"]["exit_code"] == 0
 
 
+async def test_a_name_that_two_users_jobs_have_stops_neither(tmp_path: Path) -> None:
+    async with running(tmp_path) as server, agents(server, "a") as (node,):
+        await node.launch("run", nnodes=(1, 1))
+        await node.launch("run", nnodes=(1, 1), uid=4711)
+        jobs = (await server.get("/v1/jobs"))["jobs"]
+        assert len({j["id"] for j in jobs}) == 2
+        refusal = await server.post("/v1/jobs/run/stop", {"reason": "x"}, status=409)
+        assert all(j["id"] in refusal["error"] for j in jobs)
+        await server.post(f"/v1/jobs/{jobs[0]['id']}/stop", {"reason": "x"})
+        states = {j["id"]: j["state"] for j in (await server.get("/v1/jobs"))["jobs"]}
+        assert states[jobs[0]["id"]] == "stopped"
+        assert states[jobs[1]["id"]] != "stopped"
+
+
 async def test_a_snapshot_is_acknowledged_only_when_it_is_in_the_journal(tmp_path: Path) -> None:
     async with running(tmp_path) as server, agents(server, "a") as (node,):
         launcher = await node.launch("run", nnodes=(1, 1))

@@ -233,7 +233,11 @@ class Api:
         named = [b for b in books.values() if b.spec.run_id == asked]
         if not named:
             raise NoSuchThingError(f"no job {asked!r}; `everstep jobs` lists them")
-        return named[-1]
+        live = [b for b in named if b.over is None]
+        if len(live) > 1:  # of different users: a name must not stop a stranger's job
+            ids = ", ".join(f"{b.id} of user {b.spec.uid}" for b in live)
+            raise OperatorError(f"{len(live)} live jobs are called {asked!r}: say which: {ids}")
+        return live[0] if live else named[-1]
 
     def _node_view(self, name: str) -> views.View:
         book = self._cluster.books.nodes.get(name)

@@ -35,7 +35,7 @@ from everstep.wire.page import PageWriter, Place, StepRecord
 
 RANKS, GPUS, STEP_S, SCRAPE_S = 8, 8, 0.1, 15.0
 WARM_UP_S, SECONDS, QUICK_SECONDS = 20.0, 300.0, 15.0
-SLOPE_S = 240.0
+SLOPE_S, QUIET_WAIT_S = 240.0, 60.0
 FAKE_DRIVER = Path(__file__).parents[1] / "plugins" / "collectors" / "nvml" / "fake_nvml.c"
 LIBRARY = "libnvidia-ml.so.1"
 TARGETS = {"cpu_share": 0.005, "cpu_share_all": 0.01, "rss_mib": 64.0}
@@ -214,6 +214,7 @@ def main() -> None:
     parser = form.options(__doc__)
     parser.add_argument("--seconds", type=float, help=f"how long to watch (default {SECONDS:.0f})")
     asked = parser.parse_args()
+    form.await_quiet(0.0 if asked.quick else QUIET_WAIT_S)
     found = form.Form("agent", TARGETS, runs=1)
     if shutil.which("gcc") is None:
         names = (*TARGETS, "rss_slope_mib_per_h", "scrape_ms", "scrape_bytes")

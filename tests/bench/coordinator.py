@@ -44,7 +44,7 @@ from tests.bench.swarm import Swarm
 FIRST, JOB_NODES, BIG_JOB_NODES = 1000, 64, 1000
 LEVELS = (FIRST, 2000, 4000, 8000, 10_000, 16_000)
 P99_MS, FULL_CORE, ANSWERED = 50.0, 0.95, 0.97
-SETTLE_S, WINDOW_S = 5.0, 8.0
+SETTLE_S, WINDOW_S, QUIET_WAIT_S = 5.0, 8.0, 60.0
 FAILURES = 5
 TARGETS = {"agents": 10_000, "heartbeat_p99_ms": P99_MS, "cpu_share": 1.0, "restart_s": 5.0}
 
@@ -216,6 +216,7 @@ def main() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     most = FIRST if asked.quick else min(asked.most, hard - 200)
+    form.await_quiet(0.0 if asked.quick else QUIET_WAIT_S)
     found = form.Form("coordinator", TARGETS, runs=1)
     put(found, uvloop.run(levels(most, windows=1 if asked.quick else 3)))
     if asked.quick:

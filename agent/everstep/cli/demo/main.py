@@ -55,7 +55,8 @@ def demo(
     Needs nothing but the package with its `demo` extra. Takes a few minutes and leaves
     demo-report.json, loss.png and logs/ in the folder. Ctrl-C leaves no process behind.
 
-    Example: everstep demo --faults kill-rank,freeze-node --seed 3
+    Example:
+        everstep demo --faults kill-rank,freeze-node --seed 3
 
     Exit codes: 0 every promise held; 1 one did not (the report says which); 64 wrong arguments;
     69 the cluster could not be started.

@@ -32,6 +32,7 @@ from tests.bench.contestants import Contestant, Everstep, PlainTorchrun, Shape, 
 
 from everstep.cli.demo import story
 from everstep.cli.demo.training import library_bytes
+from everstep.sdk.errors import EverstepError
 from everstep.trainer import ledger
 
 SETTLED_STEPS = 20
@@ -77,12 +78,11 @@ PEERS: dict[str, type[Everstep | PlainTorchrun]] = {"torchrun": PlainTorchrun}
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What one run showed; `resumed_s` is None when it did not come back in time."""
+    """What one run showed; `resumed_s` is None when it did not come back, and `why` says more."""
 
     resumed_s: float | None
-    steps_lost: int = 0
-    step_s: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
+    why: str = ""
 
 
 def main() -> None:
@@ -119,7 +119,7 @@ def measure(
     runs: int,
     peers: dict[str, type[Everstep | PlainTorchrun]],
 ) -> None:
-    """Do one fault to so many runs of each contestant, in turn."""
+    """Do one fault to so many runs of each contestant, in turn, and set its figures."""
     seen: dict[str, list[Recovered]] = {}
     busiest = 0.0
     for number in range(runs):
@@ -127,32 +127,42 @@ def measure(
             place = folder / f"{fault.figure}-{name}-{number}"
             busy = form.await_quiet(QUIET_WAIT_S if runs > 1 else 0.0)
             busiest = max(busiest, busy)
-            one = run(kind, fault, place, data)
+            one = attempt(kind, fault, place, data)
             seen.setdefault(name, []).append(one)
-            parts = " ".join(f"{k} {v:.2f}" for k, v in one.parts.items())
-            form.say(f"{fault.figure} {name}: {_text(one.resumed_s)}; {parts}; busy {busy:.0%}")
+            form.say(f"{fault.figure} {name}: {_text(one)}; {busy:.0%} busy before")
             if one.resumed_s is None:
                 form.say(f"its logs are kept in {place}")
             else:
                 shutil.rmtree(place)
     for name, many in seen.items():
+        why = f"others kept the cores up to {busiest:.0%} busy before a run{_misses(many)}"
         value = form.median(r.resumed_s for r in many)
-        missed = sum(r.resumed_s is None for r in many)
-        why = f"others kept the cores up to {busiest:.0%} busy before a run"
-        if missed:
-            why += f"; {missed} of {runs} runs did not go on within {GIVE_UP_S:.0f} s"
         if name == "everstep":
             found.put(fault.figure, value, why)
-            _put_parts(found, fault.figure.removesuffix("_s"), many)
+            put_parts(found, fault.figure.removesuffix("_s"), many)
         else:
             found.put_peer(name, fault.figure, value, why)
 
 
-def _put_parts(found: form.Form, prefix: str, many: Sequence[Recovered]) -> None:
+def put_parts(found: form.Form, prefix: str, many: Sequence[Recovered]) -> None:
+    """Set what the time went into, each counted from the signal."""
     for part in sorted({part for r in many for part in r.parts}):
         found.put(f"{prefix}_{part}", form.median(r.parts.get(part) for r in many))
-    found.put(f"{prefix}_steps_lost", form.median(r.steps_lost for r in many))
-    found.put(f"{prefix}_step_s", form.median(r.step_s for r in many))
+
+
+def _misses(many: Sequence[Recovered]) -> str:
+    missed = [r.why for r in many if r.resumed_s is None]
+    return f"; {len(missed)} of {len(many)} runs did not go on: {missed[0]}" if missed else ""
+
+
+def attempt(
+    kind: type[Everstep | PlainTorchrun], fault: Fault, folder: Path, data: Path
+) -> Recovered:
+    """Do one run; what does not even start is a run that did not go on."""
+    try:
+        return run(kind, fault, folder, data)
+    except (RuntimeError, EverstepError) as exc:
+        return Recovered(None, why=str(exc))
 
 
 def run(kind: type[Everstep | PlainTorchrun], fault: Fault, folder: Path, data: Path) -> Recovered:
@@ -164,12 +174,13 @@ def run(kind: type[Everstep | PlainTorchrun], fault: Fault, folder: Path, data: 
         fault.strike(contestant)
         back = wait_for_recovery(training, at_s)
         if back is None:
-            return Recovered(None)
+            return Recovered(None, why=f"no step within {GIVE_UP_S:.0f} s")
         parts = contestant.parts(at_s)
     opened = [b.chapter.opened_at_s for b in ledger.read(training / "ledger")]
     parts["restored_s"] = max(opened) - at_s
-    step_s = story.median_step_s(steps(training)[:SETTLED_STEPS])
-    return Recovered(back.resumed_s, back.steps_lost, step_s, parts)
+    parts["steps_lost"] = back.steps_lost
+    parts["step_s"] = story.median_step_s(steps(training)[:SETTLED_STEPS])
+    return Recovered(back.resumed_s, parts)
 
 
 def wait_for_recovery(training: Path, at_s: float) -> story.Recovery | None:
@@ -211,8 +222,10 @@ def configuration(training: Path, data: Path) -> Path:
     return path
 
 
-def _text(seconds: float | None) -> str:
-    return "never" if seconds is None else f"{seconds:.2f} s"
+def _text(one: Recovered) -> str:
+    if one.resumed_s is None:
+        return one.why
+    return f"{one.resumed_s:.2f} s ({', '.join(f'{k} {v:.2f}' for k, v in one.parts.items())})"
 
 
 if __name__ == "__main__":

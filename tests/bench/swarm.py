@@ -79,7 +79,6 @@ class Job:
 
     name: str
     agents: list[Agent] = field(default_factory=list)
-    generation: int = 0
 
     def runs(self, generation: int) -> bool:
         """Return whether every launcher has the plan of this generation."""

@@ -237,6 +237,7 @@ def weather(storm: Storm, folder: Path, *, timeout_s: float = 420) -> Outcome:
                     "--config",
                     str(config),
                 ],
+                await_agent=False,
             )
 
         for node in nodes:

@@ -128,10 +128,20 @@ class Cluster:
         )
 
     def launch(
-        self, node: Node, run_id: str, arguments: Sequence[str], environ: Mapping[str, str] = {}
+        self,
+        node: Node,
+        run_id: str,
+        arguments: Sequence[str],
+        environ: Mapping[str, str] = {},
+        *,
+        await_agent: bool = True,
     ) -> subprocess.Popen[bytes]:
-        """Start torchrun on a node. `arguments` follow `everstep torchrun`."""
-        self._await_socket(node)
+        """Start torchrun on a node. `arguments` follow `everstep torchrun`.
+
+        With `await_agent` off it is started at once and leaves with 69 when no agent is there.
+        """
+        if await_agent:
+            self._await_socket(node)
         process = self._spawn(
             ["torchrun", f"--rdzv-id={run_id}", "--monitor-interval=0.1", *arguments],
             f"{node.name}-{run_id}",

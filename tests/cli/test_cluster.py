@@ -94,7 +94,7 @@ def test_nodes_are_listed_and_shown(typed: Type) -> None:
     assert line.startswith("n1    ")
     clock = re.compile(r"^clock +[+-]\d+\.\d+ s, give or take", re.MULTILINE)
     # The agent knows its clock's offset from the answer to its first heartbeat.
-    wait_until(lambda: clock.search(typed("nodes", "show", "n1").out))
+    wait_until(lambda: clock.search(typed("nodes", "show", "n1").out), "the clock offset of n1")
     assert typed("nodes", "show", "n1").code == 0
 
 

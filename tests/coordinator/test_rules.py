@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -50,6 +51,23 @@ def broken(at_s: float, *, node: str = "n1", kind: ClueKind = "broken") -> Clue:
 
 def silent(*, closed: bool = False, phase: Phase = "step") -> SilentNode:
     return SilentNode("n0", T, closed, (page(0, phase=phase),))
+
+
+def standing_since(since_s: float, now_s: float) -> list[Seen]:
+    return [seen(rank, now_s, standing_s=now_s - since_s) for rank in (1, 2)]
+
+
+def test_a_node_silent_in_its_snapshot_is_lost_when_no_snapshot_ever_took_so_long() -> None:
+    def is_it(patience_s: float | None, after_s: float, phase: Phase = "snapshot") -> bool:
+        node = replace(silent(phase=phase), snapshot_patience_s=patience_s)
+        return is_lost(node, standing_since(T, T + after_s), [], now_s=T + after_s)
+
+    assert not is_it(None, 900), "nothing is known of how long they take"
+    assert not is_it(10.0, 9.9)
+    assert is_it(10.0, 10.1)
+    assert not is_it(150.0, 60)
+    assert not is_it(10.0, 900, "first_step")
+    assert is_it(10.0, 2.6, "step"), "patience is for snapshots only"
 
 
 def is_lost(

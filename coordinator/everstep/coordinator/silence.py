@@ -35,12 +35,17 @@ _FRESH_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class SilentNode:
-    """A member whose agent is not heard. `ranks` is what its last heartbeat said of this job."""
+    """A member whose agent is not heard. `ranks` is what its last heartbeat said of this job.
+
+    `snapshot_patience_s` is how long a snapshot of this job may hold its loop up by all that is
+    known of the ones before; None while there was none.
+    """
 
     node: str
     since_s: float
     closed: bool
     ranks: tuple[RankProgress, ...] = ()
+    snapshot_patience_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +164,9 @@ def _standing_peers(
     now_s: float,
     rules: SilenceConfig,
 ) -> Loss | None:
-    if not peers or any(r.phase != "step" for r in silent.ranks) or not silent.ranks:
-        return None  # the silent node's own snapshot or first step may be what the others wait for
+    patience_s = _own_patience_s(silent)
+    if not peers or patience_s is None or now_s - silent.since_s < patience_s:
+        return None
     earliest = silent.since_s - step_s - _SLACK_S
     latest = silent.since_s + _HEARTBEAT_S + step_s + _SLACK_S
     for peer in peers:
@@ -177,6 +183,17 @@ def _standing_peers(
         for p in peers[:8]
     ]
     return _loss(silent, f"all {len(peers)} other ranks stand", evidence)
+
+
+def _own_patience_s(silent: SilentNode) -> float | None:
+    """Return how long the others may be waiting for what the silent node itself was doing.
+
+    None is "for ever": its first step, or a snapshot when nothing is known of how long they take.
+    """
+    phases = {r.phase for r in silent.ranks}
+    if phases == {"step"}:
+        return 0.0
+    return silent.snapshot_patience_s if phases and phases <= {"step", "snapshot"} else None
 
 
 def _stands(progress: RankProgress, rules: SilenceConfig) -> bool:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from everstep.coordinator.job import Job
 
 _VANISHED_S = 0.5
+_LEAST_PATIENCE_S, _STALL_FACTOR = 35.0, 5.0
 
 
 def losses(job: Job, silent: Sequence[str], now_s: float) -> Iterator[Loss]:
@@ -67,7 +68,13 @@ def _silent(job: Job, node: str, now_s: float) -> SilentNode:
         since_s=now_s if since_s is None else since_s,
         closed=job.nodes.connected(node) is None,
         ranks=job.last_ranks(node),
+        snapshot_patience_s=_snapshot_patience_s(job),
     )
+
+
+def _snapshot_patience_s(job: Job) -> float | None:
+    stalls_s = [taken.stall_s for taken in job.book.snapshots.values()]
+    return max(_LEAST_PATIENCE_S, _STALL_FACTOR * max(stalls_s)) if stalls_s else None
 
 
 def _clues(job: Job, now_s: float) -> list[Clue]:

@@ -41,7 +41,7 @@ START_S, GIVE_UP_S, QUIET_WAIT_S, POLL_S = 120.0, 60.0, 30.0, 0.1
 LATER = "comes with re-forming in place"
 TARGETS = {
     "rank_kill_all_s": 1.0,
-    "rank_kill_restart_s": 1.0,
+    "rank_kill_restart_s": 2.0,
     "rank_kill_survivor_s": 0.25,
     "node_freeze_detected_s": 3.1,
 }

@@ -6,7 +6,8 @@ The agent is a real one, connected to a real coordinator, with its default confi
 collector looks once a second. The ranks are real clients with real progress pages, all in this
 process. The GPUs are a stand-in for the driver's library, built with gcc; it reads a file for each
 answer where a driver would call the kernel. `cpu_share` is of
-one core, `rss_slope_mib_per_h` a line laid through the resident memory of the whole time.
+one core, `rss_slope_mib_per_h` a line laid through the resident memory of the second half of the
+time: what the agent keeps of its ranks' steps fills up in the first.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from everstep.wire.messages import Hello
 from everstep.wire.page import PageWriter, Place, StepRecord
 
 RANKS, GPUS, STEP_S, SCRAPE_S = 8, 8, 0.1, 15.0
-WARM_UP_S, SECONDS, QUICK_SECONDS = 20.0, 300.0, 15.0
-SLOPE_S, QUIET_WAIT_S = 240.0, 60.0
+WARM_UP_S, SECONDS, QUICK_SECONDS = 20.0, 900.0, 15.0
+SLOPE_S, QUIET_WAIT_S = 300.0, 60.0
 FAKE_DRIVER = Path(__file__).parents[1] / "plugins" / "collectors" / "nvml" / "fake_nvml.c"
 LIBRARY = "libnvidia-ml.so.1"
 TARGETS = {"cpu_share": 0.005, "cpu_share_all": 0.01, "rss_mib": 64.0}
@@ -201,8 +202,9 @@ def put(found: form.Form, seen: Watched) -> None:
     found.put("cpu_share", share, "scraped only: pushing over OTLP comes later")
     found.put("cpu_share_all", share, "every collector that exists so far is in the core set")
     found.put("rss_mib", seen.rss_mib[-1][1])
-    if seen.took_s >= SLOPE_S:
-        found.put("rss_slope_mib_per_h", slope_per_h(seen.rss_mib))
+    later = seen.rss_mib[len(seen.rss_mib) // 2 :]
+    if seen.took_s >= 2 * SLOPE_S:
+        found.put("rss_slope_mib_per_h", slope_per_h(later))
     else:
         found.put("rss_slope_mib_per_h", None, f"{seen.took_s:.0f} s are too short for a slope")
     found.put("scrape_ms", 1000 * (form.median(seen.scrapes_s) or 0.0))

@@ -4,8 +4,8 @@
 
 The training script is everstep's own, with steps of about 100 ms and a snapshot every 5 steps, for
 everstep and for the peer alike: plain torchrun, which resumes from the same snapshots. Every run is
-a fresh one; the two take turns. The fault comes when 20 steps are done; times are wall clock, the
-steps' ends as the ranks put them down themselves.
+a fresh one; the two take turns. The fault comes at some moment within a second after 20 steps are
+done, the same for both; times are wall clock, the steps' ends as the ranks put them down themselves.
 
 A killed rank gets SIGKILL. A frozen node is one whose every process gets SIGSTOP, agent and
 launcher included; a spare waits beside it. It is never the node that everything depends on: the
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import sys
@@ -127,7 +128,7 @@ def measure(
             place = folder / f"{fault.figure}-{name}-{number}"
             busy = form.await_quiet(QUIET_WAIT_S if runs > 1 else 0.0)
             busiest = max(busiest, busy)
-            one = attempt(kind, fault, place, data)
+            one = attempt(kind, fault, place, data, random.Random(number))
             seen.setdefault(name, []).append(one)
             form.say(f"{fault.figure} {name}: {_text(one)}; {busy:.0%} busy before")
             if one.resumed_s is None:
@@ -156,20 +157,31 @@ def _misses(many: Sequence[Recovered]) -> str:
 
 
 def attempt(
-    kind: type[Everstep | PlainTorchrun], fault: Fault, folder: Path, data: Path
+    kind: type[Everstep | PlainTorchrun],
+    fault: Fault,
+    folder: Path,
+    data: Path,
+    rng: random.Random,
 ) -> Recovered:
     """Do one run; what does not even start is a run that did not go on."""
     try:
-        return run(kind, fault, folder, data)
+        return run(kind, fault, folder, data, rng)
     except (RuntimeError, EverstepError) as exc:
         return Recovered(None, why=str(exc))
 
 
-def run(kind: type[Everstep | PlainTorchrun], fault: Fault, folder: Path, data: Path) -> Recovered:
+def run(
+    kind: type[Everstep | PlainTorchrun],
+    fault: Fault,
+    folder: Path,
+    data: Path,
+    rng: random.Random,
+) -> Recovered:
     """Start a run, do the fault to it, and return how it came back."""
     training = folder / "training"
     with kind(folder / "launch", fault.shape, configuration(training, data)) as contestant:
         wait(lambda: len(steps(training)) >= SETTLED_STEPS, START_S, f"steps in {folder}")
+        time.sleep(rng.random())  # at no special moment of a step, snapshot or heartbeat
         at_s = time.time()
         fault.strike(contestant)
         back = wait_for_recovery(training, at_s)

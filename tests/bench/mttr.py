@@ -4,8 +4,8 @@
 
 The training script is everstep's own, with steps of about 100 ms and a snapshot every 5 steps, for
 everstep and for the peer alike: plain torchrun, which resumes from the same snapshots. Every run is
-a fresh one; the two take turns. The fault comes at some moment within a second after 20 steps are
-done, the same for both; times are wall clock, the steps' ends as the ranks put them down themselves.
+a fresh one; the two take turns. The fault comes at some moment in the second after 20 steps are
+done, the same for both; times are wall clock, and the ranks put their steps' ends down themselves.
 
 A killed rank gets SIGKILL. A frozen node is one whose every process gets SIGSTOP, agent and
 launcher included; a spare waits beside it. It is never the node that everything depends on: the

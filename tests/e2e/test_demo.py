@@ -23,6 +23,11 @@ def command(out: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "everstep.cli", "demo", "--out", str(out), *arguments]
 
 
+def as_from_a_terminal() -> None:
+    """Take Ctrl-C as a terminal gives it: a job in a shell's background inherits it ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def marked(out: Path) -> list[int]:
     """The processes that have the demo's folder in their command line or environment."""
     needle = str(out).encode()
@@ -77,6 +82,7 @@ def test_ctrl_c_leaves_no_process_and_no_folder_of_sockets(tmp_path: Path) -> No
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "TMPDIR": str(temporary)},
+        preexec_fn=as_from_a_terminal,  # noqa: PLW1509  no other thread runs here
     ) as demo:
         assert demo.stdout is not None
         for line in demo.stdout:

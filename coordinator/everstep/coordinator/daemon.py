@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STOP_S = 5.0
+_GC_THRESHOLDS = (50_000, 20, 100)
 
 
 class CannotListenError(EverstepError):
@@ -84,6 +85,9 @@ def run(
     file = ConfigFile.load(config_file)
     _raise_descriptor_limit()
     gc.freeze()  # what the imports left behind is there to stay: no collection need look at it
+    # The usual 700 is one late moment of 100 agents: collections, each longer than the pause that
+    # caused it, would then follow one another. Heartbeats are freed without any.
+    gc.set_threshold(*_GC_THRESHOLDS)
     uvloop.run(_main(file, listen, state_dir, os.environ))
 
 

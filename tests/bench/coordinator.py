@@ -11,7 +11,8 @@ that many, those with `at_1000_` in their names with 1,000.
 `generation_s` is the time from a launcher's message that a rank was killed until every launcher of
 its job has the next plan (the store is bound at once). `restart_s` is the time from SIGKILL of the
 coordinator, started again at once, until every agent has an answer to a heartbeat and every
-launcher its place again; agents come back at the real one's pace.
+launcher its place again; agents come back at the real one's pace. The heartbeats of the windows in
+which `heartbeat_p99_ms` is taken are spread evenly over the second.
 
 All agents live in this process, on the same cores as the coordinator: what that adds to a
 heartbeat's way counts as the coordinator's. `client_late_p99_ms` says how late this process was
@@ -143,6 +144,7 @@ async def measure(one: Service, agents: int, windows: int) -> Level:
     form.say(f"{agents} agents: connecting")
     await swarm.grow(agents)
     await swarm.until(swarm.serves_all, "all are served")
+    swarm.spread()
     gc.freeze()  # our own agents are there to stay: no collection of ours need look at them
     await asyncio.sleep(SETTLE_S)
     seen = sorted([await watch(one, WINDOW_S) for _ in range(windows)], key=_p99)

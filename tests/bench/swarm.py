@@ -204,6 +204,13 @@ class Agent(asyncio.Protocol):
         due_s = max(due_s + HEARTBEAT_S, loop.time())
         self._timer = loop.call_at(due_s, self._beat_now, due_s)
 
+    def put_off(self, wait_s: float) -> None:
+        """Send the next heartbeat after so long, and then one a second from there."""
+        if self._timer is not None:
+            self._timer.cancel()
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(wait_s, self._beat_now, loop.time() + wait_s)
+
     # ------------------------------------------------------------------------ the launcher
 
     def _obey(self, body: _Body) -> None:
@@ -342,6 +349,11 @@ class Swarm:
             if time.monotonic() > end_s:
                 raise RuntimeError(f"not within {timeout_s:.0f} s: {what}")
             await asyncio.sleep(0.01)
+
+    def spread(self) -> None:
+        """Spread the heartbeats evenly, as they are when agents have long since come one by one."""
+        for agent in self._agents:
+            agent.put_off(random.random() * HEARTBEAT_S)
 
     def serves_all(self) -> bool:
         """Return whether every agent is in, has its launcher's place, and is answered."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from everstep.trainer.snapshot import catalogue, marker
-from everstep.trainer.snapshot.catalogue import Entry, candidates, doomed
-from everstep.trainer.snapshot.marker import Marker
+from everstep.snapshots import catalogue, marker
+from everstep.snapshots.catalogue import Entry, candidates, doomed
+from everstep.snapshots.marker import Marker
 from everstep.wire.ids import SnapshotId
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.trainer.ranks import StartRanks, WriteConfig, wait_until
 
+from everstep.snapshots import catalogue
 from everstep.trainer import ledger
-from everstep.trainer.snapshot import catalogue
 from everstep.trainer.snapshot.compare import differences, newest
 
 TRAINER = ("-m", "everstep.trainer", "--config")

@@ -15,12 +15,12 @@ import torch
 
 from everstep.sdk import ConfigError, Finding
 from everstep.sdk.hooks import Decision
+from everstep.snapshots.marker import SnapshotError
 from everstep.trainer import rng
 from everstep.trainer.config import ModelConfig, TrainerConfig, accumulation
 from everstep.trainer.dispatch import Dispatch
 from everstep.trainer.model import Decoder
 from everstep.trainer.place import Seat
-from everstep.trainer.snapshot.marker import SnapshotError
 from everstep.trainer.snapshot.tree import flatten, unflatten
 from everstep.wire.ids import SnapshotId
 

@@ -9,7 +9,7 @@ import pytest
 from tests.trainer.fake_agent import FakeAgent
 from tests.trainer.ranks import StartRanks, WriteConfig, wait_until
 
-from everstep.trainer.snapshot import catalogue
+from everstep.snapshots import catalogue
 from everstep.wire.messages import Hello, RankFinding, SnapshotRejected
 
 TRAINER = ("-m", "everstep.trainer", "--config")

@@ -65,7 +65,7 @@ def test_a_loop_left_early_resumes_at_the_step_it_did_not_finish(
 
 SLOW_DISK = """
 import os, sys, time
-from everstep.trainer.snapshot import marker
+from everstep.snapshots import marker
 real = marker.write
 def slow(folder, facts):
     until = time.monotonic() + 1.0
@@ -92,7 +92,7 @@ def test_no_rank_ends_well_before_the_last_snapshot_is_durable(
 
 STANDS_STILL = """
 import pathlib, runpy, sys, time
-from everstep.trainer.snapshot import marker
+from everstep.snapshots import marker
 from everstep.trainer.snapshot.files import HashedFiles
 script, run, at = sys.argv[1:4]
 def stand_at(path):

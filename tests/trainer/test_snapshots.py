@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from everstep.sdk import Finding
-from everstep.trainer.snapshot import catalogue, marker
+from everstep.snapshots import catalogue, marker
+from everstep.snapshots.marker import Marker, SnapshotError
 from everstep.trainer.snapshot.engine import Engine, Outside, Wishes
 from everstep.trainer.snapshot.files import HashedFiles
-from everstep.trainer.snapshot.marker import Marker, SnapshotError
 from everstep.trainer.snapshot.restore import Restored, restore
 from everstep.trainer.snapshot.save import Saver
 from everstep.wire.ids import SnapshotId

@@ -7,10 +7,10 @@ import time
 from typing import TYPE_CHECKING
 
 from everstep.sdk import ConfigError
+from everstep.snapshots import catalogue
+from everstep.snapshots.marker import Marker, SnapshotError
 from everstep.trainer.group import claim_generation, from_first, newest_generation
-from everstep.trainer.snapshot import catalogue
 from everstep.trainer.snapshot.engine import Engine, Outside, Taken, Wishes
-from everstep.trainer.snapshot.marker import Marker, SnapshotError
 from everstep.trainer.snapshot.restore import restore
 from everstep.trainer.snapshot.save import Saver
 from everstep.wire.ids import SnapshotId

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from everstep.sdk.hooks import Step
+    from everstep.snapshots.marker import Marker
     from everstep.trainer.place import Seat
-    from everstep.trainer.snapshot.marker import Marker
     from everstep.wire.ids import SnapshotId
     from everstep.wire.messages import AgentMessage, Finding, Phase
 

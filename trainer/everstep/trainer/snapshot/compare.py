@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from everstep.trainer.snapshot import catalogue, marker
+from everstep.snapshots import catalogue, marker
 from everstep.trainer.snapshot.restore import load_tensors
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from everstep.sdk import Finding
-from everstep.trainer.snapshot import catalogue
+from everstep.snapshots import catalogue
+from everstep.snapshots.marker import Marker, SnapshotError
 from everstep.trainer.snapshot.host import HostBuffers
-from everstep.trainer.snapshot.marker import Marker, SnapshotError
 from everstep.trainer.snapshot.save import Request
 from everstep.wire.ids import SnapshotId
 

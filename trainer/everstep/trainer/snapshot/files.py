@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
-from everstep.trainer.snapshot.marker import FileSum
+from everstep.snapshots.marker import FileSum
 
 if TYPE_CHECKING:
     import io

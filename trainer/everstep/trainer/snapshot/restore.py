@@ -13,14 +13,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from everstep.trainer.snapshot import marker
-from everstep.trainer.snapshot.marker import SnapshotError
+from everstep.snapshots import marker
+from everstep.snapshots.marker import SnapshotError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from everstep.trainer.snapshot.marker import Marker
+    from everstep.snapshots.marker import Marker
     from everstep.wire.ids import SnapshotId
 
 log = logging.getLogger(__name__)

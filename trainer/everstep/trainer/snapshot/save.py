@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from everstep.trainer.snapshot import catalogue, marker
+from everstep.snapshots import catalogue, marker
+from everstep.snapshots.marker import FileSum, SnapshotError
 from everstep.trainer.snapshot.files import HashedFiles, writer
-from everstep.trainer.snapshot.marker import FileSum, SnapshotError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from everstep.trainer.snapshot.marker import Marker
+    from everstep.snapshots.marker import Marker
     from everstep.wire.ids import SnapshotId
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from everstep.trainer.snapshot.marker import SnapshotError
+from everstep.snapshots.marker import SnapshotError
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _PLAIN = (type(None), bool, float, str, bytes)

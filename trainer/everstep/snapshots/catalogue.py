@@ -6,7 +6,7 @@ import contextlib
 import shutil
 from typing import TYPE_CHECKING, NamedTuple
 
-from everstep.trainer.snapshot import marker
+from everstep.snapshots import marker
 from everstep.wire.ids import SnapshotId
 
 if TYPE_CHECKING:

@@ -33,14 +33,14 @@ class Attach(Order, frozen=True, kw_only=True):
     job: str
     rank: int
     slot: int
-    bytes: int
+    size_bytes: int
 
 
 class Write(Order, frozen=True, kw_only=True):
     """Rank -> writer: put this sealed slot on disk, as one part of a snapshot of `parts` files.
 
     `place` is the folder of the run's snapshots, a path or an fsspec URL. The part's file is the
-    slot's bytes from `start` on, `bytes` of them, whose XXH3-64 is `xxh3`. Rank 0 sends
+    slot's bytes from `start` on, `size_bytes` of them, whose XXH3-64 is `xxh3`. Rank 0 sends
     DCP's `.metadata` along and is the `lead`: its writer waits for all parts and puts the marker.
     """
 
@@ -49,7 +49,7 @@ class Write(Order, frozen=True, kw_only=True):
     place: str
     file: str
     start: int
-    bytes: int
+    size_bytes: int
     xxh3: str
     rank: int
     parts: int

@@ -145,6 +145,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     skip_windows: list[tuple[int, int]] = []
     asked_by: str = ""
     why: str = ""
+    mtbf_s: Duration | None = None
+    """How long this job is expected to train between two failures, None when not known."""
 
 
 # ------------------------------------------------ launcher and rank -> agent (-> coordinator)
@@ -154,10 +156,12 @@ class Hello(Message, frozen=True, kw_only=True):
     """First message of every client on the agent's socket.
 
     A launcher opens with role `launcher`; a rank with role `rank`, its place and the descriptor
-    of its progress page (None of it is believed before the page's seals and header agree).
+    of its progress page (None of it is believed before the page's seals and header agree). Role
+    `memory` hands over the memory files of a job's rank, one for each of `slots`, their sizes in
+    bytes; the agent holds them and answers `Held`. Without `slots` it is about to `Fetch` them.
     """
 
-    role: Literal["launcher", "rank", "cli"]
+    role: Literal["launcher", "rank", "cli", "memory"]
     schema: Whole = SCHEMA
     version: str = ""
     job: str | None = None
@@ -166,6 +170,7 @@ class Hello(Message, frozen=True, kw_only=True):
     local_rank: Whole | None = None
     world_size: Whole | None = None
     page: bool = False
+    slots: list[Whole] = []
 
 
 class Join(Message, frozen=True, kw_only=True):
@@ -262,12 +267,32 @@ class SnapshotCommitted(Message, frozen=True, kw_only=True):
     final: bool = False
 
 
+class SnapshotHeld(Message, frozen=True, kw_only=True):
+    """A rank's newest snapshot in this node's memory; each rank says so, as often as it takes one.
+
+    `replicated` means that this piece alone is the whole state (but for what is the rank's own).
+    It is never journaled nor acknowledged; it is said again when a coordinator is reached anew.
+    """
+
+    nonce: str
+    id: str
+    step: Whole
+    generation: Whole
+    rank: Whole
+    replicated: bool = False
+
+
 class SnapshotRejected(Message, frozen=True, kw_only=True):
-    """A snapshot that a plan named did not load; no later plan names it again."""
+    """A snapshot that a plan named did not load; no later plan names it again.
+
+    `memory` means that only its pieces in memory are no good (damaged, or not there any more): a
+    copy on disk still counts.
+    """
 
     nonce: str
     id: str
     why: str
+    memory: bool = False
 
 
 class RankFinding(Message, frozen=True, kw_only=True):
@@ -277,6 +302,10 @@ class RankFinding(Message, frozen=True, kw_only=True):
     rank: Whole
     step: Whole
     finding: Finding
+
+
+class Fetch(Message, frozen=True, kw_only=True):
+    """A client of role `memory` asks for what is held of its place; `Held` answers."""
 
 
 class Ask(Message, frozen=True, kw_only=True):
@@ -295,8 +324,10 @@ ClientMessage = (
     | GroupSucceeded
     | Leaving
     | SnapshotCommitted
+    | SnapshotHeld
     | SnapshotRejected
     | RankFinding
+    | Fetch
     | Ask
 )
 
@@ -376,13 +407,24 @@ class Ack(Message, frozen=True, kw_only=True):
     seq: int
 
 
+class Held(Message, frozen=True, kw_only=True):
+    """What the agent holds of a place: sizes in bytes, in the order in which it was handed over.
+
+    As the answer to `Fetch` the descriptors ride along.
+    """
+
+    sizes: list[int] = []
+
+
 class Facts(Message, frozen=True, kw_only=True):
     """The agent's answer to Ask, as JSON text."""
 
     json: str
 
 
-AgentMessage = Welcome | Link | Joined | BindStore | Committed | JobOver | Refused | Ack | Facts
+AgentMessage = (
+    Welcome | Link | Joined | BindStore | Committed | JobOver | Refused | Ack | Held | Facts
+)
 
 
 # ------------------------------------------------------------------------- agent -> coordinator

@@ -365,6 +365,7 @@ def _rank_environment(plan: Plan, terms: Terms, node: str, token: str) -> dict[s
         "EVERSTEP_RESUME": ",".join(plan.resume),
         "EVERSTEP_SKIP": ",".join(f"{start}-{stop}" for start, stop in plan.skip_windows),
         "EVERSTEP_NODE": node,
+        "EVERSTEP_MTBF_S": "" if plan.mtbf_s is None else f"{plan.mtbf_s:.0f}",
         "EVERSTEP_LAUNCH": f"{token}-g{plan.generation}",
     }
 

@@ -20,6 +20,7 @@ from everstep.wire.messages import (
     Hello,
     NodeFinding,
     RankFinding,
+    Tally,
 )
 from everstep.wire.page import PAGE_BYTES, PageWriter, Place, StepRecord
 
@@ -67,7 +68,8 @@ def test_heartbeats_tell_what_the_page_says(
     assert coordinator.bodies(Hello) == [HELLO] or coordinator.expect(FromClient).body == HELLO
     writer.enter("step", step=1)
     for step in range(1, 12):
-        writer.finished(record(step, step_s=0.5 + step / 100))
+        done = record(step, step_s=0.5 + step / 100)
+        writer.finished(done._replace(data_s=0.5, snapshot_s=0.25, wall_at_s=1e9 + step))
     told = coordinator.rank(lambda r: r.step == 11)
     assert (told.job, told.generation, told.rank, told.phase) == ("j", 2, 1, "step")
     assert (told.pid, told.uid) == (os.getpid(), os.getuid())
@@ -75,6 +77,7 @@ def test_heartbeats_tell_what_the_page_says(
     assert told.step_s == pytest.approx(0.61)
     assert told.p99_step_s == pytest.approx(0.61)
     assert 0 <= told.standing_s < 20
+    assert told.tally == Tally(11, 1e9 + 11, 5.5, 2.75)
 
 
 def test_a_page_leaves_with_its_client(
@@ -83,8 +86,11 @@ def test_a_page_leaves_with_its_client(
     before = agent.open_files()
     client = rank(stage, agent, writer)
     coordinator.rank()
+    writer.finished(record(12, step_s=0.1))
     client.close()
-    coordinator.expect(ClientGone)
+    gone = coordinator.expect(ClientGone)
+    assert gone.last is not None
+    assert gone.last.step == 12, "what was done since the last heartbeat is told at the end"
     coordinator.forget()
     coordinator.expect(Heartbeat, lambda b: not b.ranks)
     wait_until(lambda: agent.open_files() <= before, "the page is unmapped")

@@ -48,7 +48,7 @@ def reader(writer: PageWriter) -> Iterator[PageReader]:
 def test_a_new_page_says_whose_it_is_and_that_its_rank_is_starting(reader: PageReader) -> None:
     state = reader.state()
     assert reader.place == PLACE
-    assert state == page_module.State("start", step=0, changed_mono_ns=77, records=0)
+    assert state == page_module.State("start", 0, 77, records=0, data_s=0.0, snapshot_s=0.0)
     assert reader.records(0) == []
 
 
@@ -86,6 +86,16 @@ def test_a_step_that_is_done_again_after_a_rollback_is_a_record_of_its_own(
     for step in (1, 2, 1):
         writer.finished(record(step))
     assert [(n, r.step) for n, r in reader.records(0)] == [(1, 1), (2, 2), (3, 1)]
+
+
+def test_what_was_waited_for_data_and_snapshots_is_summed(
+    writer: PageWriter, reader: PageReader
+) -> None:
+    for data_s, snapshot_s in ((0.25, 0.0), (float("nan"), 2.0), (0.5, float("nan"))):
+        writer.finished(record(1)._replace(data_s=data_s, snapshot_s=snapshot_s))
+    state = reader.state()
+    assert state is not None
+    assert (state.data_s, state.snapshot_s) == (0.75, 2.0)
 
 
 def test_a_page_outlives_its_writer() -> None:
@@ -226,6 +236,17 @@ def _open(fd: int) -> Iterator[int]:
 @pytest.fixture
 def sound(writer: PageWriter) -> bytes:
     return bytes(writer._map)
+
+
+def test_a_page_of_a_writer_that_does_not_sum_is_read_all_the_same(writer: PageWriter) -> None:
+    writer.finished(record(5))
+    page = bytearray(writer._map)
+    for slot in (0, 1):  # a state and its checksum; zeros behind
+        at = STATE + slot * SLOT
+        page[at + 37 : at + SLOT] = bytes(SLOT - 37)
+    with _open(_memfd(content=bytes(page))) as fd, closing(PageReader(fd)) as reader:
+        state = reader.state()
+    assert state == page_module.State("start", 5, 77, records=1)
 
 
 @pytest.mark.parametrize("missing", [0x2, 0x4, 0x10], ids=["shrink", "grow", "future write"])

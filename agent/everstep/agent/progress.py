@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from everstep.wire.messages import Peer, RankProgress
+from everstep.wire.messages import Peer, RankProgress, Tally
 
 if TYPE_CHECKING:
     from everstep.wire.page import PageReader, State, StepRecord
@@ -22,6 +22,8 @@ STANDSTILL_S = 2.0
 STANDSTILL_STEPS = 3.0
 REPEAT_S = 0.5
 LONGEST_STEP_S = 7 * 86400.0
+_MOST_S = 1e11
+_MOST_STEPS = 2**53
 
 
 class StepTimes:
@@ -143,6 +145,16 @@ class Progress:
         if page := self._pages.pop(client, None):
             page.close()
 
+    def last_words(self, client: str, now_ns: int) -> RankProgress | None:
+        """Read a page once more after its writer is gone; None for a client without one."""
+        page = self._pages.get(client)
+        if page is None:
+            return None
+        page.look(now_ns)
+        if page.seen is None:
+            return None
+        return _told(page, page.seen, standing_ns(page.seen, now_ns, self._anew_ns))
+
     def close(self) -> None:
         """Stop following all pages."""
         for client in list(self._pages):
@@ -229,7 +241,16 @@ def _told(page: RankPage, seen: Seen, stands_ns: int) -> RankProgress:
         tokens=record.tokens if record else 0,
         lr=measured(record.lr) if record else None,
         step_s=measured(record.step_s) if record else None,
+        tally=_tally(seen.state, record) if record else None,
     )
+
+
+def _tally(state: State, record: StepRecord) -> Tally | None:
+    """Return the last finished step with the sums so far, None for numbers that cannot be."""
+    times = (record.wall_at_s, state.data_s or 0.0, state.snapshot_s or 0.0)
+    if abs(record.step) > _MOST_STEPS or not all(0 <= t <= _MOST_S for t in times):
+        return None
+    return Tally(record.step, *times)
 
 
 def is_duration(value: float) -> bool:

@@ -6,6 +6,7 @@ It decides nothing and keeps nothing: what was not acknowledged is repeated by w
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -99,12 +100,14 @@ class Relay:
             self._forward(client, body, message.seq if isinstance(message, Numbered) else 0)
 
     def gone(self, client: Client, *, died: bool) -> None:
-        """Drop a client's page and tell the coordinator that it is gone."""
+        """Drop a client's page and tell the coordinator that it is gone, and how far it had got."""
+        last = self._progress.last_words(client.id, time.monotonic_ns())
         self._progress.drop(client.id)
         if self.clients.pop(client.id, None) is None:
             return
         if client.hello is not None and client.hello.role != "cli":
-            gone = ClientGone(client=client.id, peer=client.peer, died=died, at_s=self._clock())
+            at_s = self._clock()
+            gone = ClientGone(client=client.id, peer=client.peer, died=died, at_s=at_s, last=last)
             self._uplink.send(gone)
 
     # ------------------------------------------------------------------------ from above

@@ -82,12 +82,26 @@ Phase = Literal["start", "restore", "first_step", "step", "snapshot", "eval", "e
 PHASES: tuple[Phase, ...] = ("start", "restore", "first_step", "step", "snapshot", "eval", "end")
 
 
+class Tally(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A finished step: when it was finished, and what had been waited by then.
+
+    `data_s` and `snapshot_s` are sums over all steps of this generation. One comes with every rank
+    of every heartbeat, so it is an array, and passed over by the garbage collector.
+    """
+
+    step: Whole
+    at_s: Moment
+    data_s: Duration = 0.0
+    snapshot_s: Duration = 0.0
+
+
 class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
     """What the agent reads from one progress page, sent with each heartbeat.
 
     `standing_s` is the time since the rank last changed step or phase; `p99_step_s` is its own
     99th percentile over the steps of this generation, None before the second step. `pid` and `uid`
     are the kernel's word on who passed the page: another user's page says nothing about a job.
+    `tally` is of the last finished step, by the node's clock.
     """
 
     job: str
@@ -104,6 +118,7 @@ class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
     lr: float | None = None
     step_s: float | None = None
     uid: int = -1
+    tally: Tally | None = None
 
 
 # ------------------------------------------------------------------------------------- plans
@@ -308,6 +323,27 @@ class Fetch(Message, frozen=True, kw_only=True):
     """A client of role `memory` asks for what is held of its place; `Held` answers."""
 
 
+class RankTimeline(Message, frozen=True, kw_only=True):
+    """When a rank came up, as far as it has got, by its node's clock.
+
+    Sent by the first rank of each node at every new moment, and again after each reconnect.
+    `began`: the process, or its work for this generation, began; `opened`: imports are done;
+    `grouped`: the process group is formed; `restored`: the state is there and the first step
+    begins; `stepped`: the first step is finished; `saved`: the last snapshot is durable.
+    """
+
+    nonce: str
+    generation: Whole
+    rank: Whole
+    from_step: Whole | None = None
+    began_at_s: Moment | None = None
+    opened_at_s: Moment | None = None
+    grouped_at_s: Moment | None = None
+    restored_at_s: Moment | None = None
+    stepped_at_s: Moment | None = None
+    saved_at_s: Moment | None = None
+
+
 class Ask(Message, frozen=True, kw_only=True):
     """The command line asks the local agent: `status` or `plugins`."""
 
@@ -328,6 +364,7 @@ ClientMessage = (
     | SnapshotRejected
     | RankFinding
     | Fetch
+    | RankTimeline
     | Ask
 )
 
@@ -473,12 +510,16 @@ class FromClient(Message, frozen=True, kw_only=True):
 
 
 class ClientGone(Message, frozen=True, kw_only=True):
-    """A client's process ended or hung up. `died` is true when the pidfd says the process ended."""
+    """A client's process ended or hung up. `died` is true when the pidfd says the process ended.
+
+    `last` is what its progress page says after that: where exactly the rank got to.
+    """
 
     client: str
     peer: Peer
     died: bool
     at_s: Moment
+    last: RankProgress | None = None
 
 
 class NodeFinding(Message, frozen=True, kw_only=True):

@@ -6,7 +6,8 @@ then on writing a record is a memory copy: no system call, no lock, nothing that
 Layout, little-endian:
 
     0     header, 128 bytes, written once: magic, version, sizes, job, place, pid, checksum
-    128   state, two slots of 64 bytes, written in turn: phase, step, time of the last change
+    128   state, two slots of 64 bytes, written in turn: phase, step, time of the last change;
+          behind it, with a checksum of its own, what was waited for data and snapshots so far
     256   ring of records, 128 bytes each: one finished step each
 
 Each slot and record carries its own number and a CRC-32 over itself. The writer fills the slot
@@ -35,10 +36,12 @@ _VERSION = 1
 # magic, version, pad, ring, size, job, generation, rank, world size, local rank, pid
 _HEADER = struct.Struct("<4sHHII48sIIIII")
 _STATE = struct.Struct("<QqQQB")  # count, step, changed_mono_ns, records, phase
+_WAITS = struct.Struct("<dd")  # data_s, snapshot_s; a writer of before leaves zeros, checksum too
 _RECORD = struct.Struct("<QqdQddddddddqd")
 _CRC = struct.Struct("<I")
 _HEADER_BYTES, _SLOT_BYTES, _RECORD_BYTES = 128, 64, 128
 _STATE_AT, _RING_AT = 128, 256
+_STATE_BYTES = _STATE.size + _CRC.size + _WAITS.size + _CRC.size
 RING_RECORDS = 256
 PAGE_BYTES = _RING_AT + RING_RECORDS * _RECORD_BYTES
 
@@ -60,12 +63,17 @@ class Place(NamedTuple):
 
 
 class State(NamedTuple):
-    """Where the rank is now; `changed_mono_ns` is when phase or step last changed."""
+    """Where the rank is now; `changed_mono_ns` is when phase or step last changed.
+
+    `data_s` and `snapshot_s` are sums over all records, None from a writer that does not sum.
+    """
 
     phase: Phase
     step: int
     changed_mono_ns: int
     records: int
+    data_s: float | None = None
+    snapshot_s: float | None = None
 
 
 class StepRecord(NamedTuple):
@@ -114,6 +122,7 @@ class PageWriter:
         self._records = 0
         self._phase: Phase = "start"
         self._step = 0
+        self._data_s = self._snapshot_s = 0.0
         self._write_state()
 
     def enter(self, phase: Phase, *, step: int | None = None) -> None:
@@ -131,6 +140,10 @@ class PageWriter:
         self._map[at : at + _RECORD.size + 4] = body + _CRC.pack(zlib.crc32(body))
         self._records = number
         self._step = record.step
+        if record.data_s > 0:  # not for nan
+            self._data_s += record.data_s
+        if record.snapshot_s > 0:
+            self._snapshot_s += record.snapshot_s
         self._write_state()
 
     def _write_state(self) -> None:
@@ -138,8 +151,12 @@ class PageWriter:
         body = _STATE.pack(
             self._count, self._step, self._clock_ns(), self._records, PHASES.index(self._phase)
         )
+        crc = zlib.crc32(body)
+        waits = _WAITS.pack(self._data_s, self._snapshot_s)
         at = _STATE_AT + (self._count & 1) * _SLOT_BYTES
-        self._map[at : at + _STATE.size + 4] = body + _CRC.pack(zlib.crc32(body))
+        self._map[at : at + _STATE_BYTES] = (
+            body + _CRC.pack(crc) + waits + _CRC.pack(zlib.crc32(waits, crc))
+        )
 
     def close(self) -> None:
         """Unmap and close; the agent's own mapping stays."""
@@ -189,17 +206,18 @@ class PageReader:
     def state(self) -> State | None:
         """Return the newest whole state, None only when both slots are torn."""
         newest: tuple[int, ...] | None = None
+        behind = b""
         for slot in (0, 1):
             at = _STATE_AT + slot * _SLOT_BYTES
-            raw = bytes(self._map[at : at + _STATE.size + 4])
+            raw = bytes(self._map[at : at + _STATE_BYTES])
             if _CRC.unpack_from(raw, _STATE.size)[0] != zlib.crc32(raw[: _STATE.size]):
                 continue
             values = _STATE.unpack_from(raw)
             if values[0] and (newest is None or values[0] > newest[0]):
-                newest = values
+                newest, behind = values, raw[_STATE.size :]
         if newest is None or newest[4] >= len(PHASES):
             return None
-        return State(PHASES[newest[4]], newest[1], newest[2], newest[3])
+        return State(PHASES[newest[4]], newest[1], newest[2], newest[3], *_waits(behind))
 
     def records(self, after: int) -> list[tuple[int, StepRecord]]:
         """Return the whole records with a number above `after`, oldest first.
@@ -224,3 +242,13 @@ class PageReader:
     def close(self) -> None:
         """Unmap the page."""
         self._map.close()
+
+
+def _waits(behind: bytes) -> tuple[float | None, float | None]:
+    """Return the sums behind a state; they continue the state's checksum, so they belong to it."""
+    (crc,) = _CRC.unpack_from(behind)
+    waits = behind[_CRC.size : _CRC.size + _WAITS.size]
+    if _CRC.unpack_from(behind, _CRC.size + _WAITS.size)[0] != zlib.crc32(waits, crc):
+        return None, None
+    data_s, snapshot_s = _WAITS.unpack(waits)
+    return data_s, snapshot_s

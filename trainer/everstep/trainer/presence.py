@@ -8,6 +8,7 @@ import time
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from everstep.trainer.timeline import Timeline, process_began_at_s
 from everstep.wire.link import AgentLink
 from everstep.wire.messages import (
     Hello,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from everstep.sdk.hooks import Step
     from everstep.snapshots.marker import Marker
     from everstep.trainer.place import Seat
+    from everstep.trainer.timeline import Moment
     from everstep.wire.ids import SnapshotId
     from everstep.wire.messages import AgentMessage, Finding, Phase
 
@@ -36,12 +38,20 @@ _SEVERITIES = {"info": logging.INFO, "warning": logging.WARNING}
 class Presence:
     """Page and link of one rank. Without an agent there is no link and findings are only logged."""
 
-    def __init__(self, seat: Seat, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        seat: Seat,
+        *,
+        clock: Callable[[], float] = time.time,
+        began_at_s: float | None = None,
+    ) -> None:
+        """`began_at_s` is when the work for this generation began, by default the process."""
         self._clock = clock
         self._job = seat.job
         self._rank = seat.rank
         self._page = _page(seat)
-        self._link = _link(seat, seat.socket, self._page) if seat.socket else None
+        self._timeline = _timeline(seat, clock, began_at_s)
+        self._link = _link(seat, seat.socket, self._page, self._timeline) if seat.socket else None
         self._written = 0
         self.phase: Phase = "start"
 
@@ -57,6 +67,17 @@ class Presence:
             self._written = step
         if self._page:
             self._page.enter(phase, step=step)
+        if self._timeline and self._timeline.enter(phase, step):
+            self._tell_timeline(self._timeline)
+
+    def mark(self, moment: Moment) -> None:
+        """Say that a moment of this rank's start has come that no phase begins with."""
+        if self._timeline and self._timeline.mark(moment):
+            self._tell_timeline(self._timeline)
+
+    def _tell_timeline(self, timeline: Timeline) -> None:
+        if self._link:
+            self._link.send(timeline.told)
 
     def finished(self, step: Step) -> None:
         """Put down the finished step (hook `progress`)."""
@@ -150,7 +171,21 @@ def _page(seat: Seat) -> PageWriter | None:
         return None
 
 
-def _link(seat: Seat, socket: Path, page: PageWriter | None) -> AgentLink:
+def _timeline(seat: Seat, clock: Callable[[], float], began_at_s: float | None) -> Timeline | None:
+    if seat.local_rank or not seat.job:
+        return None  # one of a node is enough: its ranks come up together
+    return Timeline(
+        job=seat.job,
+        generation=seat.generation or 0,
+        rank=seat.rank,
+        began_at_s=process_began_at_s() if began_at_s is None else began_at_s,
+        clock=clock,
+    )
+
+
+def _link(
+    seat: Seat, socket: Path, page: PageWriter | None, timeline: Timeline | None
+) -> AgentLink:
     hello = Hello(
         role="rank",
         version=version("everstep"),
@@ -165,7 +200,7 @@ def _link(seat: Seat, socket: Path, page: PageWriter | None) -> AgentLink:
         socket,
         hello,
         on_message=_heard,
-        greeting=lambda: [hello],
+        greeting=lambda: [hello, *([timeline.told] if timeline else [])],
         page_fd=page.fd if page else None,
     )
     link.start()

@@ -116,6 +116,7 @@ class Session:
         }
         plugins = admit_hooks(self._file, offers)
         self._groups = Groups(seat, config)
+        self._presence.mark("grouped_at_s")
         self.device = self._groups.device
         self._dispatch = Dispatch(on_every_rank(plugins, report), report=report)
         run_dir = Path(config.run_dir)

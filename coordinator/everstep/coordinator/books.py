@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from everstep.coordinator.facts import AnyFact, Fact, NodeState
     from everstep.coordinator.incidents import Incident
+    from everstep.coordinator.times import GenerationTimes
     from everstep.wire.messages import Evidence, Finding, Peer, Plan
 
 _KEPT_INCIDENTS = 2000
@@ -87,6 +88,8 @@ class Generation:
     why: str
     asked_by: str
     resume: tuple[str, ...]
+    proposed_at_s: float
+    awaited_at_s: float | None
 
 
 @dataclass(slots=True)
@@ -109,6 +112,9 @@ class JobBook:
     snapshots: dict[str, facts.SnapshotTaken] = field(default_factory=dict)
     suspects: dict[str, str] = field(default_factory=dict)
     incidents: dict[int, int] = field(default_factory=dict)
+    times: dict[int, GenerationTimes] = field(default_factory=dict)
+    proposed_at_s: float | None = None  # of the plan to come
+    awaited_at_s: float | None = None
     over: facts.JobEnded | None = None
 
     @property
@@ -256,8 +262,15 @@ def _replan_asked(books: Books, fact: facts.ReplanAsked) -> None:
     )
 
 
+def _nodes_awaited(books: Books, fact: facts.NodesAwaited) -> None:
+    job = books.jobs[fact.job]
+    if job.awaited_at_s is None:
+        job.awaited_at_s = fact.at_s
+
+
 def _generation_proposed(books: Books, fact: facts.GenerationProposed) -> None:
-    books.jobs[fact.job].proposed = fact.generation
+    job = books.jobs[fact.job]
+    job.proposed, job.proposed_at_s = fact.generation, fact.at_s
 
 
 def _plan_committed(books: Books, fact: facts.PlanCommitted) -> None:
@@ -266,9 +279,20 @@ def _plan_committed(books: Books, fact: facts.PlanCommitted) -> None:
     job.started, job.down = {}, {}
     job.members = [m.node for m in plan.members]
     members, resume = tuple(job.members), tuple(plan.resume)
+    proposed_s = fact.at_s if job.proposed_at_s is None else job.proposed_at_s
     job.generations.append(
-        Generation(plan.generation, members, fact.at_s, plan.why, plan.asked_by, resume)
+        Generation(
+            number=plan.generation,
+            members=members,
+            committed_at_s=fact.at_s,
+            why=plan.why,
+            asked_by=plan.asked_by,
+            resume=resume,
+            proposed_at_s=proposed_s,
+            awaited_at_s=job.awaited_at_s,
+        )
     )
+    job.proposed_at_s = job.awaited_at_s = None
 
 
 def _ranks_up(books: Books, fact: facts.RanksUp) -> None:
@@ -282,6 +306,10 @@ def _rank_down(books: Books, fact: facts.RankDown) -> None:
     job = books.jobs[fact.job]
     if fact.generation == job.generation:
         job.down[fact.rank] = fact
+
+
+def _generation_timed(books: Books, fact: facts.GenerationTimed) -> None:
+    books.jobs[fact.job].times[fact.generation] = fact.times
 
 
 def _node_done(books: Books, fact: facts.NodeDone) -> None:
@@ -347,10 +375,12 @@ _ENTER: dict[type[Fact], Callable[[Books, Any], None]] = {
     facts.LauncherLeft: _launcher_left,
     facts.LauncherTold: _launcher_told,
     facts.ReplanAsked: _replan_asked,
+    facts.NodesAwaited: _nodes_awaited,
     facts.GenerationProposed: _generation_proposed,
     facts.PlanCommitted: _plan_committed,
     facts.RanksUp: _ranks_up,
     facts.RankDown: _rank_down,
+    facts.GenerationTimed: _generation_timed,
     facts.NodeDone: _node_done,
     facts.FailureCounted: _failure_counted,
     facts.SnapshotTaken: _snapshot_taken,

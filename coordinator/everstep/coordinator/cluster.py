@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from everstep.coordinator import facts, failing, planning, progress, watching
+from everstep.coordinator import facts, failing, planning, progress, timing, watching
 from everstep.coordinator.alarms import Alarms
 from everstep.coordinator.incidents import Clue
 from everstep.coordinator.job import Job
@@ -30,6 +30,7 @@ from everstep.wire.messages import (
     RankEnded,
     RankFinding,
     RanksStarted,
+    RankTimeline,
     SnapshotCommitted,
     SnapshotRejected,
     StoreBound,
@@ -157,6 +158,8 @@ class Cluster:
         planning.watch(turn, job, silent)
         planning.consider_growth(turn, job, at_snapshot=False)
         progress.watch_resumption(turn, job)
+        if job.book.over is None:
+            timing.sample(turn, job)
 
     def _give_up_detached(self, turn: Turn, job: Job) -> None:
         """A launcher that does not come back though its agent did is gone."""
@@ -261,8 +264,8 @@ class Cluster:
                     self.refused.append(why)
             case SnapshotRejected() as rejected:
                 progress.snapshot_rejected(turn, job, rejected)
-            case RankFinding() as found:
-                _rank_finding(turn, job, node, found)
+            case RankTimeline() | RankFinding() as said:
+                _rank_says(turn, job, session, said)
             case _:
                 pass
 
@@ -286,6 +289,8 @@ class Cluster:
                 else:
                     job.detach(session.node, turn.now_s)
                 planning.advance(turn, job)
+            if gone.last is not None:
+                timing.last_words(turn, job, session, gone.last)
             place = job.rank_clients.pop((session.node, gone.client), None)
             if place is not None and gone.died:
                 _vanish(turn, job, session.node, *place)
@@ -306,6 +311,13 @@ def _vanish(turn: Turn, job: Job, node: str, generation: int, rank: int) -> None
         what = f"the process of rank {rank} on {node} ended"
         clue = Clue(at_s=turn.now_s, kind="killed", node=node, what=what, rank=rank)
         job.hearsay.append(clue)
+
+
+def _rank_says(turn: Turn, job: Job, session: Session, said: RankTimeline | RankFinding) -> None:
+    if isinstance(said, RankTimeline):
+        timing.told(turn, job, session, said)
+    else:
+        _rank_finding(turn, job, session.node, said)
 
 
 def _rank_finding(turn: Turn, job: Job, node: str, found: RankFinding) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from everstep.coordinator import cases, facts
+from everstep.coordinator import cases, facts, timing
 from everstep.wire.messages import JobOver
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def end(
 ) -> None:
     """End a job for good and tell its launchers."""
     book = job.book
+    timing.put_down(turn, job)
     turn.record(
         facts.JobEnded(
             at_s=turn.now_s,

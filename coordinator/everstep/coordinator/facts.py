@@ -11,7 +11,8 @@ from typing import Literal
 import msgspec
 
 from everstep.coordinator.incidents import Incident
-from everstep.wire.messages import Evidence, Finding, Plan
+from everstep.coordinator.times import GenerationTimes
+from everstep.wire.messages import Evidence, Finding, Plan, Tally
 
 NodeState = Literal["healthy", "evicted", "testing", "broken"]
 Outcome = Literal["done", "failed", "stopped"]
@@ -151,6 +152,13 @@ class ReplanAsked(Fact, frozen=True, kw_only=True):
     incident: int | None = None
 
 
+class NodesAwaited(Fact, frozen=True, kw_only=True):
+    """The next generation cannot be formed of the nodes that are here."""
+
+    job: str
+    why: str
+
+
 class GenerationProposed(Fact, frozen=True, kw_only=True):
     """A number was given out; it is never given out again."""
 
@@ -189,6 +197,14 @@ class RankDown(Fact, frozen=True, kw_only=True):
     ended_at_s: float
 
 
+class GenerationTimed(Fact, frozen=True, kw_only=True):
+    """What is known of where a generation's time went; the newest one is the one that counts."""
+
+    job: str
+    generation: int
+    times: GenerationTimes
+
+
 class NodeDone(Fact, frozen=True, kw_only=True):
     """All ranks of a node ended with 0; it is never a member of this job again."""
 
@@ -219,7 +235,7 @@ class FailureCounted(Fact, frozen=True, kw_only=True):
 
 
 class SnapshotTaken(Fact, frozen=True, kw_only=True):
-    """A snapshot counts from now on."""
+    """A snapshot counts from now on. `tally` is its step, when that was known by then."""
 
     job: str
     node: str
@@ -233,6 +249,7 @@ class SnapshotTaken(Fact, frozen=True, kw_only=True):
     stall_s: float = 0.0
     samples: int = 0
     final: bool = False
+    tally: Tally | None = None
 
 
 class SnapshotSuspected(Fact, frozen=True, kw_only=True):
@@ -296,10 +313,12 @@ AnyFact = (
     | LauncherLeft
     | LauncherTold
     | ReplanAsked
+    | NodesAwaited
     | GenerationProposed
     | PlanCommitted
     | RanksUp
     | RankDown
+    | GenerationTimed
     | NodeDone
     | FailureCounted
     | SnapshotTaken

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from everstep.coordinator.config import CoordinatorConfig
     from everstep.coordinator.incidents import Clue
     from everstep.coordinator.nodes import Nodes
+    from everstep.coordinator.timing import Timing
     from everstep.coordinator.turn import Address, Turn
     from everstep.wire.messages import AgentMessage, RankProgress
 
@@ -60,6 +61,7 @@ class Job:
     furthest: dict[int, int] = field(default_factory=dict)
     hearsay: list[Clue] = field(default_factory=list)  # of ranks whose launcher has said nothing
     ready_to_grow_s: float | None = None
+    timing: Timing | None = None
 
     # ------------------------------------------------------------------------ launchers
 

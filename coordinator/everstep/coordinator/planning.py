@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from everstep.coordinator import cases, ending, facts, reckoning
+from everstep.coordinator import cases, ending, facts, reckoning, timing
 from everstep.coordinator.incidents import Clue, Decision
 from everstep.coordinator.job import Proposal
 from everstep.coordinator.membership import Away, Choice, Form, Ready, Standing, Wait, choose
@@ -41,6 +41,7 @@ def ask(turn: Turn, job: Job, why: str, *, asked_by: str, incident: Incident | N
             incident=incident.id if incident else None,
         )
     )
+    timing.put_down(turn, job)
 
 
 def watch(turn: Turn, job: Job, silent: Sequence[str]) -> None:
@@ -75,7 +76,7 @@ def _plan(turn: Turn, job: Job, replan: Replan) -> None:
     here, needed = len(job.attached), job.book.spec.min_nodes
     in_time = turn.now_s - replan.since_s < job.book.spec.join_timeout_s
     if job.book.generation == 0 and here < needed and in_time:
-        job.waiting = f"{here} of at least {needed} nodes are here"
+        _wait(turn, job, f"{here} of at least {needed} nodes are here")
         return  # the cheap look at a job that gathers
     standings = job.standings(turn.now_s)
     if _still_gathering(job, standings, turn.now_s):
@@ -85,8 +86,14 @@ def _plan(turn: Turn, job: Job, replan: Replan) -> None:
             job.waiting = ""
             _propose(turn, job, form)
         case Wait() as wait:
-            job.waiting = wait.why
+            _wait(turn, job, wait.why)
             _give_up_when_due(turn, job, wait, replan)
+
+
+def _wait(turn: Turn, job: Job, why: str) -> None:
+    job.waiting = why
+    if job.book.awaited_at_s is None:
+        turn.record(facts.NodesAwaited(at_s=turn.now_s, job=job.book.id, why=why))
 
 
 def _choose(job: Job, standings: dict[str, Standing], now_s: float) -> Choice:
@@ -214,6 +221,7 @@ def _commit(turn: Turn, job: Job, proposal: Proposal, bind: StoreBound) -> None:
         asked_by=replan.asked_by if replan else "",
         why=replan.why if replan else "",
     )
+    timing.put_down(turn, job)
     turn.record(facts.PlanCommitted(at_s=turn.now_s, job=book.id, plan=plan))
     job.proposal, job.ready_to_grow_s = None, None
     job.unbound.clear()

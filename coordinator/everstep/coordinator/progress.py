@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from everstep.coordinator import cases, ending, facts, planning
+from everstep.coordinator import cases, ending, facts, planning, timing
 from everstep.wire.ids import SnapshotId
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def snapshot_taken(turn: Turn, job: Job, node: str, taken: SnapshotCommitted) ->
     if book.over is not None or taken.id in book.snapshots:
         return None
     fields = {name: getattr(taken, name) for name in _SNAPSHOT_FIELDS}
-    turn.record(facts.SnapshotTaken(at_s=turn.now_s, job=book.id, node=node, **fields))
+    tally = timing.tally_of(job, taken.step, taken.generation)
+    turn.record(facts.SnapshotTaken(at_s=turn.now_s, job=book.id, node=node, tally=tally, **fields))
     job.top_step = max(job.top_step, taken.step)
     if taken.generation == book.generation and not taken.final:
         planning.consider_growth(turn, job, at_snapshot=True)
@@ -93,10 +94,12 @@ def watch_resumption(turn: Turn, job: Job) -> None:
     open_ones = [i for i in _incidents(job) if i.closed_at_s is None]
     if not open_ones:
         return
-    if job.stepping(turn.now_s):
+    stepped_s = timing.of(job).stepped_at_s(book.members)
+    if stepped_s is not None or job.stepping(turn.now_s):
+        resumed_s = turn.now_s if stepped_s is None else max(stepped_s, book.committed_at_s)
         for incident in open_ones:
             cases.close(
-                turn, incident, resumed_at_s=turn.now_s, steps_lost=_steps_lost(job, incident)
+                turn, incident, resumed_at_s=resumed_s, steps_lost=_steps_lost(job, incident)
             )
     elif turn.now_s - book.committed_at_s > _NO_PAGES_S and not any(job.ranks(turn.now_s)):
         for incident in open_ones:  # ranks that tell nothing of their steps
@@ -110,12 +113,18 @@ def _incidents(job: Job) -> list[Incident]:
 
 
 def _steps_lost(job: Job, incident: Incident) -> int | None:
-    failure = next((f for f in job.book.failures if f.generation == incident.generation), None)
-    if failure is None or failure.reached is None or job.book.plan is None:
+    """Return how many finished steps are done again; None when nobody saw how far it was."""
+    book = job.book
+    counted = (f.reached for f in book.failures if f.generation == incident.generation)
+    reached = [step for step in counted if step is not None]
+    if (times := book.times.get(incident.generation)) is not None and times.tallies:
+        reached.append(times.tallies[-1].step)
+    if not reached or book.plan is None:
         return None
-    resume = job.book.plan.resume
-    from_step = SnapshotId.parse(resume[0]).step if resume else 0
-    return max(0, failure.reached - from_step)
+    from_step = timing.of(job).times(None).marks.from_step
+    if from_step is None:
+        from_step = SnapshotId.parse(book.plan.resume[0]).step if book.plan.resume else 0
+    return max(0, max(reached) - from_step)
 
 
 _RECENT = 50

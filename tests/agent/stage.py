@@ -293,7 +293,8 @@ class RawClient:
 
     def say_bytes(self, data: bytes, *fds: int) -> None:
         sent = socket.send_fds(self.sock, [data], list(fds))
-        self.sock.sendall(data[sent:])
+        if rest := data[sent:]:
+            self.sock.sendall(rest)
 
     def greet(self, hello: Hello, *fds: int) -> Welcome:
         """Say Hello and wait for the Link that ends the agent's answer."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from everstep.agent.client import Shared
 from everstep.agent.disposal import Disposal
 from everstep.agent.findings import Findings
+from everstep.agent.memory import Limits, Memory, available_bytes
 from everstep.agent.peer import boot_id, machine_id
 from everstep.agent.plugins import Plugins
 from everstep.agent.pulse import Pulse
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from everstep.sdk.door import Admitted
 
 log = logging.getLogger(__name__)
+
+_SWEEP_S = 5.0
 
 
 class Agent:
@@ -68,11 +71,19 @@ class Agent:
             wall=time.time,
             timeout_s=config.plugin_timeout_s,
         )
+        self.memory = Memory(
+            Limits(config.memory_user_share, config.memory_share),
+            grace_s=config.memory_grace_s,
+            dispose=self.shared.disposal.close,
+            free_bytes=available_bytes,
+            clock=time.monotonic,
+        )
         self.relay = Relay(
             node=settings.node,
             version=self.version,
             uplink=self.uplink,
             progress=progress,
+            memory=self.memory,
             findings=self.findings,
             disposal=self.shared.disposal,
             answer=self._answer,
@@ -86,17 +97,26 @@ class Agent:
             "pulse": self.pulse.run(self.uplink.beat_now),
             "uplink": self.uplink.run(),
             "plugins": self.plugins.run(),
+            "memory": self._sweep_memory(),
         }
 
     def close(self) -> None:
-        """Let go of pages and threads."""
+        """Let go of pages, memory and threads."""
         self.plugins.close()
         self.progress.close()
+        self.memory.close()
         self.shared.disposal.end()
 
     def scrape(self) -> None:
         """Put the agent's own readings into the table, just before it is read."""
         self.table.put("agent", self.report.readings(), keep_s=60.0)
+
+    async def _sweep_memory(self) -> None:
+        every_s = min(_SWEEP_S, self.settings.config.memory_grace_s / 4)
+        while True:
+            await asyncio.sleep(every_s)
+            if len(self.memory):
+                self.memory.sweep(self.relay.owners())
 
     def _uplink(self, settings: Settings) -> Uplink:
         config = settings.config

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+from array import array
 from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +21,7 @@ from everstep.wire.messages import AgentMessage, ClientMessage, Hello, Numbered,
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from everstep.agent.disposal import Disposal
 
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 _CHUNK = 64 * 1024
 _MAX_FDS = 253  # the kernel's own limit a message: none of them is left for it to close in our name
+_MAX_HELLO_FDS = 8  # as many memory files as a rank may hand over at once
+_SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _MAX_BYTES_BEFORE_HELLO = 64 * 1024
 _MAX_MESSAGE_BYTES = 4 * 1024 * 1024  # with room for what is put round it on the way up
 _MAX_UNREAD_BYTES = 8 * 1024 * 1024
@@ -86,7 +89,10 @@ class Client:
         self._frames = Frames()
         self._pending = 0
         self._first = True
-        self._page_fd: int | None = None
+        self.job: str | None = None
+        """The job that it belongs to, as far as it has said, or was told by the coordinator."""
+        self.fetched = False
+        self._hello_fds: list[int] = []
         self._out = bytearray()
         self._writing = False
         self._ended = self._leaving = False
@@ -102,18 +108,35 @@ class Client:
 
     def send(self, message: AgentMessage) -> None:
         """Send a message; a client that does not read its messages is hung up on."""
-        if self._ended or self._leaving:
-            return
-        try:
-            self._out += frame(message)
-        except FrameError as exc:
-            self.fault("message for it too large", str(exc))
+        if self._ended or self._leaving or not self._put(message):
             return
         if len(self._out) > _MAX_UNREAD_BYTES:
             self.fault("does not read", f"{len(self._out)} bytes unread")
             self.hang_up()
         elif not self._writing:
             self._flush()
+
+    def send_with(self, message: AgentMessage, fds: Sequence[int]) -> None:
+        """Send a message on which copies of descriptors ride, or hang up when that fails now."""
+        if self._ended or self._leaving or not self._put(message):
+            return
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+        try:
+            sent = self._sock.sendmsg([self._out], rights, _SEND_FLAGS)
+        except OSError as exc:
+            self.fault("descriptors not sent", str(exc))
+            self.hang_up()
+            return
+        del self._out[:sent]
+        self._watch_writable(bool(self._out))
+
+    def _put(self, message: AgentMessage) -> bool:
+        try:
+            self._out += frame(message)
+        except FrameError as exc:
+            self.fault("message for it too large", str(exc))
+            return False
+        return True
 
     def refuse(self, why: str, *, exit_code: int = 69) -> None:
         """Say why not, and hang up once that is sent."""
@@ -136,10 +159,10 @@ class Client:
         self._let_go()
         self._owner.gone(self, died=died)
 
-    def take_page_fd(self) -> int | None:
-        """Return the descriptor that came with the first byte; the caller disposes of it."""
-        fd, self._page_fd = self._page_fd, None
-        return fd
+    def take_fds(self) -> list[int]:
+        """Return the descriptors that came with the first byte; the caller disposes of them."""
+        fds, self._hello_fds = self._hello_fds, []
+        return fds
 
     def fault(self, kind: str, detail: str = "") -> None:
         """Count something that the client got wrong; the first of each kind is logged."""
@@ -174,9 +197,9 @@ class Client:
         return not (self._ended or self._leaving)
 
     def _sort(self, fds: list[int]) -> None:
-        # Only the first byte of a connection may carry one: a page's, which Hello then claims.
-        if self._first and fds:
-            self._page_fd = fds.pop(0)
+        # Only the first byte of a connection may carry some, which Hello then claims.
+        if self._first:
+            self._hello_fds, fds = fds[:_MAX_HELLO_FDS], fds[_MAX_HELLO_FDS:]
         self._first = False
         for fd in fds:
             self._shared.disposal.close(fd)
@@ -232,7 +255,7 @@ class Client:
 
     def _flush(self) -> None:
         try:
-            sent = self._sock.send(self._out, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            sent = self._sock.send(self._out, _SEND_FLAGS)
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
@@ -283,6 +306,5 @@ class Client:
         self._shared.pending_bytes -= self._pending
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # the close itself happens in another thread
-        for fd in (self._page_fd, self._pidfd, self._sock.detach()):
-            if fd is not None:
-                self._shared.disposal.close(fd)
+        for fd in (*self.take_fds(), self._pidfd, self._sock.detach()):
+            self._shared.disposal.close(fd)

@@ -7,7 +7,7 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import msgspec
@@ -26,6 +26,9 @@ COORDINATOR_PATH = "/v1/agent"
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 _SYSTEM_SOCKET = Path("/run/everstep/agent.sock")
 _MAX_SOCKET_PATH = 107
+
+
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +50,9 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     plugin_timeout_s: Seconds = 5.0  # for plugins without a timeout_s of their own
     max_clients: int = 1024
     max_series: int = 2000  # per plugin
+    memory_grace_s: Seconds = 120.0  # a job's snapshots in memory outlive its last client so long
+    memory_user_share: Share = 0.75  # of what is free without them: what one user may have held
+    memory_share: Share = 0.9  # the same, of all users
 
     def __post_init__(self) -> None:
         if self.token and self.token_file:

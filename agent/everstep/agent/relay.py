@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from everstep.agent.memory import Owner, Place
 from everstep.wire.codec import check_schema
-from everstep.wire.errors import PageRefusedError, SchemaMismatchError
+from everstep.wire.errors import MemoryRefusedError, PageRefusedError, SchemaMismatchError
 from everstep.wire.exit_codes import UNAVAILABLE
 from everstep.wire.messages import (
     Ask,
@@ -21,9 +22,14 @@ from everstep.wire.messages import (
     ClientMessage,
     Evidence,
     Facts,
+    Fetch,
     Finding,
     FromClient,
+    Held,
     Hello,
+    JobOver,
+    Join,
+    Joined,
     Link,
     Numbered,
     ToClient,
@@ -32,16 +38,18 @@ from everstep.wire.messages import (
 from everstep.wire.page import PageReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from everstep.agent.client import Client
     from everstep.agent.disposal import Disposal
     from everstep.agent.findings import Findings
+    from everstep.agent.memory import Memory
     from everstep.agent.progress import Progress
 
 log = logging.getLogger(__name__)
 
 MAX_PAGES_PER_USER = 64
+_SPEAK_FOR_A_JOB = ("launcher", "rank")
 
 
 class Up(Protocol):
@@ -67,6 +75,7 @@ class Relay:
         version: str,
         uplink: Up,
         progress: Progress,
+        memory: Memory,
         findings: Findings,
         disposal: Disposal,
         answer: Callable[[Literal["status", "plugins"]], Mapping[str, object]],
@@ -78,6 +87,7 @@ class Relay:
         self._version = version
         self._uplink = uplink
         self._progress = progress
+        self._memory = memory
         self._findings = findings
         self._disposal = disposal
         self._answer = answer
@@ -94,8 +104,10 @@ class Relay:
         if isinstance(body, Ask):
             facts = msgspec.json.encode(self._answer(body.what))
             client.send(Facts(json=facts.decode()))
-        elif client.hello.role == "cli":
-            client.fault("message that a command line does not send", type(body).__name__)
+        elif isinstance(body, Fetch) and client.hello.role == "memory":
+            self._fetch(client)
+        elif isinstance(body, Fetch) or client.hello.role not in _SPEAK_FOR_A_JOB:
+            client.fault("message that its role does not send", type(body).__name__)
         elif not isinstance(body, Hello) or client.hello.role == "rank":
             self._forward(client, body, message.seq if isinstance(message, Numbered) else 0)
 
@@ -105,10 +117,18 @@ class Relay:
         self._progress.drop(client.id)
         if self.clients.pop(client.id, None) is None:
             return
-        if client.hello is not None and client.hello.role != "cli":
+        if client.hello is not None and client.hello.role in _SPEAK_FOR_A_JOB:
             at_s = self._clock()
             gone = ClientGone(client=client.id, peer=client.peer, died=died, at_s=at_s, last=last)
             self._uplink.send(gone)
+
+    def owners(self) -> set[Owner]:
+        """Return the jobs of which somebody is connected; a launcher's may not be known yet."""
+        return {
+            Owner(client.peer.uid, client.job)
+            for client in self.clients.values()
+            if client.hello and (client.job or client.hello.role == "launcher")
+        }
 
     # ------------------------------------------------------------------------ from above
 
@@ -119,6 +139,13 @@ class Relay:
             self.counts["to a client that is gone"] += 1
             return
         self.counts["to clients"] += 1
+        match message.body:
+            case Joined(nonce=nonce):
+                client.job = nonce
+            case JobOver(nonce=nonce):
+                self._memory.job_over(Owner(client.peer.uid, nonce))
+            case _:
+                pass
         client.send(message.body)
 
     def link_changed(self) -> None:
@@ -137,31 +164,67 @@ class Relay:
         except SchemaMismatchError as exc:
             client.refuse(str(exc), exit_code=UNAVAILABLE)
             return
-        client.hello = message
+        client.hello, client.job = message, message.job
         self.clients[client.id] = client
+        if message.role == "memory":
+            self._take_memory(client, message)
+            return
         self._take_page(client, message)
-        client.send(Welcome(node=self._node, version=self._version, coordinator=self._uplink.up))
-        client.send(Link(up=self._uplink.up))
+        self._welcome(client)
         if message.role == "rank":
             self._forward(client, message, 0)
 
+    def _welcome(self, client: Client) -> None:
+        up = self._uplink.up
+        client.send(Welcome(node=self._node, version=self._version, coordinator=up))
+        client.send(Link(up=up))
+
     def _forward(self, client: Client, body: ClientMessage, seq: int) -> None:
+        if isinstance(body, Join) and body.nonce:
+            client.job = body.nonce
         sent = self._uplink.send(FromClient(client=client.id, peer=client.peer, body=body, seq=seq))
         self.counts["from clients" if sent else "dropped: no coordinator"] += 1
 
+    def _take_memory(self, client: Client, hello: Hello) -> None:
+        fds = client.take_fds()
+        try:
+            place = _place(client, hello)
+            if fds or hello.slots:
+                held, fds = self._memory.hold(place, fds, hello.slots), []
+                self._welcome(client)
+                client.send(Held(sizes=held))
+            else:
+                self._welcome(client)
+        except MemoryRefusedError as exc:
+            client.fault("memory refused", str(exc))
+            client.refuse(f"rank {hello.rank}: {exc}", exit_code=UNAVAILABLE)
+        finally:
+            self._throw_away(fds)
+
+    def _fetch(self, client: Client) -> None:
+        if client.hello is None or client.hello.slots or client.fetched:
+            client.fault("message that its role does not send", "Fetch, for the second time")
+            return
+        client.fetched = True
+        slots = self._memory.slots(_place(client, client.hello))
+        client.send_with(Held(sizes=[slot.size for slot in slots]), [slot.fd for slot in slots])
+
     def _take_page(self, client: Client, hello: Hello) -> None:
-        fd = client.take_page_fd()
+        fds = client.take_fds()
         try:
             if hello.role == "rank" and hello.page:
-                self._follow(client, hello, fd)
-            elif fd is not None:
+                self._follow(client, hello, fds[0] if fds else None)
+            if len(fds) > int(hello.page):
                 client.fault("descriptor where none belongs")
         except (PageRefusedError, OSError) as exc:
             client.fault("page refused", str(exc))
             self._findings.add("agent", self._refused_page(client, hello, str(exc)))
         finally:
-            if fd is not None:
-                self._disposal.close(fd)
+            self._throw_away(fds)
+
+    def _throw_away(self, fds: Iterable[int]) -> None:
+        for fd in fds:
+            self._disposal.close(fd)
 
     def _follow(self, client: Client, hello: Hello, fd: int | None) -> None:
         if fd is None:
@@ -187,3 +250,9 @@ class Relay:
             evidence=[Evidence(at_s=self._clock(), what=why, source=who)],
             suggested_action="use the same version of everstep in the job as in the agent",
         )
+
+
+def _place(client: Client, hello: Hello) -> Place:
+    if not hello.job or hello.rank is None:
+        raise MemoryRefusedError("Hello says neither whose nor which rank's memory it is about")
+    return Place(client.peer.uid, hello.job, hello.rank)

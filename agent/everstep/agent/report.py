@@ -77,6 +77,7 @@ class Report:
                 if client.hello
             ],
             "ranks": [msgspec.to_builtins(rank) for rank in agent.progress.ranks()],
+            "memory": agent.memory.facts(),
             "findings": [
                 {"source": source, **msgspec.to_builtins(finding)}
                 for source, finding in agent.findings.open()
@@ -100,7 +101,7 @@ class Report:
         }
 
     def _roles(self) -> Counter[str]:
-        roles = Counter({"launcher": 0, "rank": 0, "cli": 0})
+        roles = Counter({"launcher": 0, "rank": 0, "cli": 0, "memory": 0})
         roles.update(c.hello.role for c in self._agent.relay.clients.values() if c.hello)
         return roles
 
@@ -125,6 +126,9 @@ class Report:
         for role, count in self._roles().items():
             yield _gauge("everstep.clients", count, "{client}", {"role": role})
         yield _gauge("everstep.pages", len(agent.progress), "{page}")
+        for owner, held in agent.memory.bytes_by_owner().items():
+            job = {"everstep.job": owner.job or ""}
+            yield _gauge("everstep.agent.memory_held", held, "By", job)
         yield _gauge("everstep.findings.open", len(agent.findings.open()), "{finding}")
         yield _gauge("everstep.findings.unacknowledged", agent.findings.unacknowledged, "{finding}")
         yield _counter("everstep.findings.lost", agent.findings.dropped, "{finding}")

@@ -159,6 +159,9 @@ def _print_agent(agent: dict[str, Any]) -> None:
             ("JOB", "GEN", "RANK", "PID", "PHASE", "STEP", "LOSS", "STANDS FOR"),
             [_rank(rank) for rank in agent["ranks"]],
         )
+    if agent.get("memory"):
+        show.heading("snapshots held in this machine's memory")
+        show.table(("JOB", "USER", "RANKS", "BYTES"), [_held(held) for held in agent["memory"]])
     if agent["findings"]:
         show.heading("findings that last")
         show.findings(agent["findings"])
@@ -170,7 +173,9 @@ def by_role(clients: list[dict[str, Any]]) -> str:
     >>> by_role([{"role": "rank"}, {"role": "launcher"}, {"role": "rank"}, {"role": "cli"}])
     '1 launcher, 2 rank'
     """
-    counts = Counter(client["role"] for client in clients if client["role"] != "cli")
+    counts = Counter(
+        client["role"] for client in clients if client["role"] not in ("cli", "memory")
+    )
     return ", ".join(f"{count} {role}" for role, count in sorted(counts.items())) or "none"
 
 
@@ -192,3 +197,8 @@ def _rank(rank: dict[str, Any]) -> list[show.Cell]:
         "-" if rank["loss"] is None else f"{rank['loss']:.4f}",
         show.duration(rank["standing_s"]),
     ]
+
+
+def _held(held: dict[str, Any]) -> list[show.Cell]:
+    ranks = ", ".join(map(str, held["ranks"]))
+    return [held["job"], str(held["uid"]), ranks, str(held["bytes"])]

@@ -25,3 +25,7 @@ class SchemaMismatchError(WireError):
 
 class PageRefusedError(WireError):
     """A progress page that cannot be read safely (unsealed, resized, not one of ours)."""
+
+
+class MemoryRefusedError(WireError):
+    """Memory that the agent does not hold for its rank: why, and what to do."""

@@ -42,10 +42,10 @@ _live: weakref.WeakSet[AgentLink] = weakref.WeakSet()
 class AgentLink:
     """Keeps one connection to the agent, for as long as its owner lives.
 
-    `hello` opens every connection, with the descriptor `page_fd` on its first byte. `greeting`
-    gives what must be said each time a coordinator becomes reachable (a launcher's Join).
-    `on_message` is called on the link's thread with everything but Ack; what it or `greeting`
-    raises is logged and costs that one message.
+    `hello` opens every connection, with `page_fd` and `fds` on its first byte. `greeting` gives
+    what must be said each time a coordinator becomes reachable (a launcher's Join). `on_message`
+    is called on the link's thread with everything but Ack; what it or `greeting` raises is logged
+    and costs that one message.
     """
 
     def __init__(
@@ -56,13 +56,14 @@ class AgentLink:
         on_message: Callable[[AgentMessage], None],
         greeting: Callable[[], Sequence[ClientMessage]] = tuple,
         page_fd: int | None = None,
+        fds: Sequence[int] = (),
     ) -> None:
         self.path = path
         self.connected = False
         self.coordinator_up = False
         self.last_error: str | None = None
         self._hello = hello
-        self._page_fd = page_fd
+        self._fds = [*fds] if page_fd is None else [page_fd, *fds]
         self._on_message = on_message
         self._greeting = greeting
         self._decoder: Decoder[AgentMessage] = Decoder(AgentMessage)
@@ -175,9 +176,9 @@ class AgentLink:
         sock.connect(str(self.path))
         self._take_queue()  # it was meant for the connection before
         hello = frame(self._hello)
-        fds = [] if self._page_fd is None else [self._page_fd]
-        sent = socket.send_fds(sock, [hello], fds)
-        sock.sendall(hello[sent:])
+        sent = socket.send_fds(sock, [hello], self._fds)
+        if rest := hello[sent:]:  # of nothing, it would fail where the answer is a hang-up
+            sock.sendall(rest)
         sock.settimeout(0)
         self.connected = True
         self.last_error = None

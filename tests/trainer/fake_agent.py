@@ -20,6 +20,8 @@ from everstep.wire.messages import (
 )
 from everstep.wire.page import PageReader, State
 
+_GREETING = frame(Welcome(node="n")) + frame(Link(up=True))
+
 
 class FakeAgent:
     """Listens until `close`; everything heard is in `heard`, pages by rank in `pages`."""
@@ -68,7 +70,9 @@ class FakeAgent:
             while data:
                 for body in frames.feed(data):
                     message = self._decoder.decode(body)
-                    if fds and isinstance(message, Hello):
+                    if isinstance(message, Hello) and not message.page:
+                        client.sendall(_GREETING)
+                    elif fds and isinstance(message, Hello):
                         self._greet(client, message, fds.pop())
                     self._take(client, message)
                 data = client.recv(65536)
@@ -80,7 +84,7 @@ class FakeAgent:
             self.pages[hello.rank].close()
         self.pages[hello.rank] = PageReader(page_fd)
         os.close(page_fd)
-        client.sendall(frame(Welcome(node="n")) + frame(Link(up=True)))
+        client.sendall(_GREETING)
 
     def _take(self, client: socket.socket, message: ClientMessage | Numbered) -> None:
         self.heard.append(message.body if isinstance(message, Numbered) else message)

@@ -7,6 +7,7 @@ from pathlib import Path
 from everstep.snapshots import catalogue, marker
 from everstep.snapshots.catalogue import Entry, candidates, doomed
 from everstep.snapshots.marker import Marker
+from everstep.snapshots.orders import Policy
 from everstep.wire.ids import SnapshotId
 
 
@@ -40,7 +41,9 @@ def test_a_plan_without_snapshots_means_those_of_an_earlier_job_or_the_beginning
 
 
 def gone(found: list[Entry], *, generation: int = 1, keep: int = 2, newest: Entry) -> list[str]:
-    return names(doomed(found, job="j", generation=generation, keep=keep, newest=newest.id))
+    return names(
+        doomed(found, job="j", generation=generation, policy=Policy(keep=keep), newest=newest.id)
+    )
 
 
 def test_the_newest_are_kept() -> None:

@@ -1,17 +1,21 @@
-"""The snapshots folder of a run: what is in it, what to resume from, what may be deleted."""
+"""The snapshots of a run: what is in a place, what to resume from, what may be deleted."""
 
 from __future__ import annotations
 
 import contextlib
-import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from everstep.snapshots import marker
+from everstep.snapshots.orders import Policy
+from everstep.snapshots.places import Folder, is_aside
+from everstep.snapshots.sealed import SnapshotError
 from everstep.wire.ids import SnapshotId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
+    from collections.abc import Collection, Iterable, Sequence
+
+    from everstep.snapshots.places import Place
 
 _ASIDE = ".aside"
 
@@ -23,6 +27,7 @@ class Entry(NamedTuple):
     committed: bool
     job: str | None = None
     committed_at_s: float = 0.0
+    bytes: int = 0
 
     @property
     def place(self) -> tuple[int, int]:
@@ -30,22 +35,25 @@ class Entry(NamedTuple):
         return (self.id.generation, self.id.step)
 
 
-def entries(folder: Path) -> list[Entry]:
-    """Return every snapshot folder; names that are none are left alone."""
+def entries(where: Path | Place) -> list[Entry]:
+    """Return every snapshot of a place; names that are none are left alone. Raises OSError."""
+    place = Folder(where) if isinstance(where, Path) else where
     found = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+    for name in place.names():
         with contextlib.suppress(ValueError):
-            found.append(_entry(path, SnapshotId.parse(path.name)))
+            found.append(_entry(place, SnapshotId.parse(name)))
     return found
 
 
-def _entry(path: Path, id_: SnapshotId) -> Entry:
+def _entry(place: Place, id_: SnapshotId) -> Entry:
     try:
-        found = marker.read(path)
-    except marker.SnapshotError:
+        found = marker.unseal(place.read(str(id_), marker.NAME))
+    except FileNotFoundError:
+        return Entry(id_, committed=False)
+    except (SnapshotError, OSError):
         # A damaged marker is no reason to hide the folder: it is told when it is tried.
-        return Entry(id_, committed=(path / marker.NAME).exists())
-    return Entry(id_, committed=True, job=found.job, committed_at_s=found.committed_at_s)
+        return Entry(id_, committed=True)
+    return Entry(id_, True, found.job, found.committed_at_s, found.bytes)  # noqa: FBT003  a record
 
 
 def candidates(
@@ -67,29 +75,82 @@ def candidates(
 
 
 def doomed(
-    found: Iterable[Entry], *, job: str, generation: int, keep: int, newest: SnapshotId
+    found: Iterable[Entry],
+    *,
+    job: str,
+    generation: int,
+    newest: SnapshotId,
+    policy: Policy = Policy(),  # noqa: B008  frozen
+    suspects: Collection[str] = (),
+    in_flight: Collection[str] | None = None,
 ) -> list[SnapshotId]:
     """Return what retention may delete after this job's `newest` was committed, oldest first.
 
-    Kept are the newest `keep` of this job, always `newest` itself, and every unfinished one that
-    may still be written. Those of earlier jobs go once this job has `keep` of its own. A writer
-    that finds a newer generation's snapshot is itself the stale one and deletes nothing.
+    Kept are of this job the newest `keep`, every n-th step, always `newest` itself and the newest
+    that is not suspect; and every unfinished one that may still be written (`in_flight` None: any
+    of this generation). Those of earlier jobs go once this job has `keep` good ones of its own.
+    The budget then takes the oldest that are left. A writer that finds a newer generation's
+    snapshot is itself the stale one and deletes nothing.
     """
     found = list(found)
-    mine = sorted((e for e in found if e.job == job), key=lambda e: e.place)
+    mine = sorted((e for e in found if e.committed and e.job == job), key=lambda e: e.place)
     if mine and mine[-1].id.generation > generation:
         return []
-    kept = {newest, *(e.id for e in mine[-keep:])}
-    unfinished = {e.id for e in found if not e.committed and e.id.generation >= generation}
-    others = {e.id for e in found if e.committed and e.job != job} if len(mine) < keep else set()
-    gone = [e for e in found if e.id not in kept | unfinished | others]
+    good = [e for e in mine if str(e.id) not in suspects]
+    last_good = {e.id for e in (good or _by_age(e for e in found if e.job != job))[-1:]}
+    never = {newest} | last_good
+    kept = never | {e.id for e in mine[-policy.keep :]} | {e.id for e in _every(good, policy)}
+    if len(good) < policy.keep:
+        kept |= {e.id for e in found if e.committed and e.job != job}
+    kept |= {e.id for e in found if not e.committed and _alive(e, generation, newest, in_flight)}
+    over = _over_budget([e for e in found if e.id in kept], job, never, policy.budget_bytes)
+    gone = [e for e in found if e.id not in kept or e.id in over]
     return [e.id for e in sorted(gone, key=lambda e: e.place)]
+
+
+def _every(good: Sequence[Entry], policy: Policy) -> list[Entry]:
+    every = policy.keep_every_steps
+    return [e for e in good if every and e.id.step % every == 0]
+
+
+def _alive(
+    entry: Entry, generation: int, newest: SnapshotId, in_flight: Collection[str] | None
+) -> bool:
+    """Return whether an unfinished one may still be finished."""
+    if entry.id.generation != generation or in_flight is None:
+        return entry.id.generation >= generation
+    return entry.id.step > newest.step or str(entry.id) in in_flight
+
+
+def _over_budget(
+    kept: list[Entry], job: str, never: Collection[SnapshotId], budget_bytes: int
+) -> set[SnapshotId]:
+    """Return the oldest that do not fit, earlier jobs' before this one's."""
+    if not budget_bytes:
+        return set()
+    others = _by_age(e for e in kept if e.job != job and e.committed)
+    mine = sorted((e for e in kept if e.job == job), key=lambda e: e.place)
+    total = sum(e.bytes for e in kept)
+    over = set()
+    for entry in (*others, *mine):
+        if total > budget_bytes and entry.id not in never:
+            over.add(entry.id)
+            total -= entry.bytes
+    return over
+
+
+def _by_age(found: Iterable[Entry]) -> list[Entry]:
+    return sorted((e for e in found if e.committed), key=lambda e: e.committed_at_s)
+
+
+def asides(where: Place) -> list[str]:
+    """Return what was put aside for a new snapshot of the same name."""
+    return [name for name in where.names() if is_aside(name)]
 
 
 def remove(folder: Path) -> None:
     """Delete one snapshot; the marker goes first, so that half of one is never believed."""
-    (folder / marker.NAME).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    Folder(folder.parent).remove(folder.name)
 
 
 def set_aside(folder: Path) -> None:

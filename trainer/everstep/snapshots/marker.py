@@ -12,17 +12,21 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
-from everstep.sdk.errors import EverstepError
+from everstep.snapshots import sealed
+from everstep.snapshots.sealed import SnapshotError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+__all__ = ["FORMAT", "NAME", "FileSum", "Marker", "Part", "SnapshotError"]
+
 NAME = "COMMIT.json"
+FORMAT = 2
+"""Format 1 had no `parts`; it is still read."""
+
+_KEY = "marker"
 _CHUNK_BYTES = 4 * 1024 * 1024
-
-
-class SnapshotError(EverstepError):
-    """A snapshot cannot be used, or could not be made: which file and what is wrong with it."""
 
 
 class FileSum(msgspec.Struct, frozen=True):
@@ -30,6 +34,18 @@ class FileSum(msgspec.Struct, frozen=True):
 
     bytes: int
     xxh3: str
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's file: what was written, how long that took until durable, when and where."""
+
+    rank: int
+    file: str
+    bytes: int
+    xxh3: str
+    write_s: float
+    written_at_s: float = 0.0
+    host: str = ""
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +62,8 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     committed_at_s: float = 0.0
     skip_windows: list[tuple[int, int]] = []
     final: bool = False
-    format: int = 1
+    format: int = FORMAT
+    parts: list[Part] = []
 
     @property
     def bytes(self) -> int:
@@ -54,27 +71,20 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
         return sum(f.bytes for f in self.files.values())
 
 
-class _Sealed(msgspec.Struct):
-    xxh3: str
-    marker: msgspec.Raw
-
-
 def seal(marker: Marker) -> bytes:
     """Return the marker file's bytes."""
-    body = msgspec.json.encode(marker)
-    return msgspec.json.encode(_Sealed(xxhash.xxh3_64_hexdigest(body), msgspec.Raw(body)))
+    return sealed.seal(_KEY, marker)
 
 
 def unseal(data: bytes) -> Marker:
     """Return the marker. Raises SnapshotError when it is cut short, damaged or of another kind."""
-    try:
-        sealed = msgspec.json.decode(data, type=_Sealed)
-        body = bytes(sealed.marker)
-        if xxhash.xxh3_64_hexdigest(body) != sealed.xxh3:
-            raise SnapshotError(f"{NAME} is damaged: its checksum does not fit")
-        return msgspec.json.decode(body, type=Marker)
-    except msgspec.DecodeError as exc:
-        raise SnapshotError(f"{NAME} is damaged: {exc}") from exc
+    marker = sealed.unseal(data, _KEY, Marker, name=NAME)
+    if not 1 <= marker.format <= FORMAT:
+        raise SnapshotError(
+            f"{NAME} has format {marker.format}, this version of everstep reads 1 to {FORMAT}: "
+            "use the version that wrote it, or a newer one"
+        )
+    return marker
 
 
 def read(folder: Path) -> Marker:
@@ -100,9 +110,13 @@ def verify(folder: Path) -> Marker:
     return marker
 
 
-def completed(facts: Marker, files: dict[str, FileSum], *, at_s: float) -> Marker:
+def completed(
+    facts: Marker, files: dict[str, FileSum], *, at_s: float, parts: Sequence[Part] = ()
+) -> Marker:
     """Return `facts` with what is known only after everything else was written."""
-    return msgspec.structs.replace(facts, files=files, committed_at_s=at_s)
+    return msgspec.structs.replace(
+        facts, files=files, committed_at_s=at_s, parts=list(parts), format=FORMAT
+    )
 
 
 def write(folder: Path, marker: Marker) -> None:

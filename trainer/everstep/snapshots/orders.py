@@ -62,6 +62,11 @@ class Write(Order, frozen=True, kw_only=True):
     agent_socket: str = ""
     generations: str = ""
     """Folder of claimed generation numbers: a newer one there means that this writer is stale."""
+    suspects: list[str] = []
+    """Ids that did not load or failed at once: retention does not count them as good."""
+    metadata_start: int = 0
+    metadata_bytes: int = 0
+    """Where in the slot `.metadata` lies, for one that is too large for a message."""
 
 
 class PartDone(Order, frozen=True, kw_only=True):
@@ -82,5 +87,12 @@ class Done(Order, frozen=True, kw_only=True):
     marker: Marker | None = None
 
 
+class Refused(Order, frozen=True, kw_only=True):
+    """Writer -> rank: this slot is not taken, and why; orders for it will fail."""
+
+    slot: int
+    why: str
+
+
 ToWriter = Attach | Write
-FromWriter = PartDone | Done
+FromWriter = PartDone | Done | Refused

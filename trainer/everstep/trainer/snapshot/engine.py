@@ -18,6 +18,7 @@ import msgspec
 from everstep.sdk import Finding
 from everstep.snapshots import catalogue
 from everstep.snapshots.marker import Marker, SnapshotError
+from everstep.snapshots.orders import Policy
 from everstep.trainer.snapshot.host import HostBuffers
 from everstep.trainer.snapshot.save import Request
 from everstep.wire.ids import SnapshotId
@@ -174,7 +175,7 @@ class Engine:
                 catalogue.entries(folder),
                 job=last.job,
                 generation=last.generation,
-                keep=self._wishes.keep,
+                policy=Policy(keep=self._wishes.keep),
                 newest=newest,
             )
             for id_ in gone:

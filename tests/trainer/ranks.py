@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -69,7 +70,8 @@ class Started:
     def kill(self, *ranks: int, how: signal.Signals = signal.SIGKILL) -> None:
         for rank in ranks or range(len(self.pids)):
             if rank not in self.codes:
-                os.kill(self.pids[rank], how)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pids[rank], how)
 
     def log(self, rank: int | None = None) -> str:
         ranks = range(len(self.pids)) if rank is None else [rank]
@@ -103,9 +105,9 @@ class Forge:
     def start(
         self, world: int, argv: Sequence[str | Path], logs: Path, env: Mapping[str, str]
     ) -> Started:
-        shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"} | dict(env)
-        shared["MASTER_PORT"] = str(free_port())
-        places = [shared | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(world)]
+        shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+        shared |= {"MASTER_PORT": str(free_port())} | dict(env)
+        places = [{"RANK": str(r), "LOCAL_RANK": str(r)} | shared for r in range(world)]
         id_ = uuid.uuid4().hex
         folder = logs / id_
         folder.mkdir(parents=True)

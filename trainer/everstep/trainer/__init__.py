@@ -8,10 +8,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from everstep.trainer.config import ModelConfig, SessionConfig, TrainerConfig
     from everstep.trainer.data import prepare_bytes
+    from everstep.trainer.running import run
     from everstep.trainer.session import Session
     from everstep.trainer.train import train
 
-__all__ = ["ModelConfig", "Session", "SessionConfig", "TrainerConfig", "prepare_bytes", "train"]
+__all__ = [
+    "ModelConfig",
+    "Session",
+    "SessionConfig",
+    "TrainerConfig",
+    "prepare_bytes",
+    "run",
+    "train",
+]
 
 _HOMES = {
     "ModelConfig": "config",
@@ -19,6 +28,7 @@ _HOMES = {
     "TrainerConfig": "config",
     "Session": "session",
     "prepare_bytes": "data",
+    "run": "running",
     "train": "train",
 }
 

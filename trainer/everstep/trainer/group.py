@@ -63,6 +63,11 @@ def leave_without_groups() -> None:
     _abandoned.set()
 
 
+def leave_as_usual() -> None:
+    """Undo `leave_without_groups`: those groups have come down after all."""
+    _abandoned.clear()
+
+
 @atexit.register
 def _leave_if_abandoned() -> None:
     if not _abandoned.is_set():

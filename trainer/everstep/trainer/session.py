@@ -164,6 +164,9 @@ class Session:
 
     def _abandon(self, *, flush_s: float) -> None:
         # A group that lost a peer can stand for ever in its own teardown: it is not asked to.
+        for model in self._wrapped:
+            detach(model)
+        self._keeper.engine.close(0.0)
         self._close_files(flush_s=flush_s)
         leave_without_groups()
 

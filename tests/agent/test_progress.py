@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import subprocess
 import time
 from collections.abc import Iterator
 
@@ -10,6 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from everstep.agent.peer import is_stopped
 from everstep.agent.progress import Progress, RankPage, StepTimes
 from everstep.wire.codec import encode
 from everstep.wire.messages import PHASES, Heartbeat, Peer, Phase
@@ -263,3 +267,31 @@ def test_a_look_at_eight_pages_costs_next_to_nothing() -> None:
         rank.writer.close()
     # Ten looks a second would be below one percent of a core; measured: 0.02 ms a look.
     assert cost_s < 0.001
+
+
+def test_a_rank_that_a_signal_stopped_is_told_as_such_once_it_stands(rank: Rank) -> None:
+    asked: list[int] = []
+
+    def is_stopped(pid: int) -> bool:
+        asked.append(pid)
+        return True
+
+    progress = Progress(is_stopped)
+    stepping(rank, progress, step_s=0.01)
+    progress.look(at(1.9))
+    assert not progress.ranks()[0].stopped
+    assert asked == []
+    progress.look(at(2.1))
+    assert progress.ranks()[0].stopped
+    assert asked == [ME.pid]
+    progress.close()
+
+
+def test_the_kernel_says_who_is_stopped() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert not is_stopped(child.pid)
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+        assert is_stopped(child.pid)
+        child.kill()
+    assert not is_stopped(child.pid)

@@ -28,6 +28,7 @@ def page(
     standing_s: float = 0.1,
     p99: float | None = STEP_S,
     step: int = 7,
+    stopped: bool = False,
 ) -> RankProgress:
     return RankProgress(
         job="j",
@@ -38,6 +39,7 @@ def page(
         step=step,
         standing_s=standing_s,
         p99_step_s=p99,
+        stopped=stopped,
     )
 
 
@@ -206,6 +208,19 @@ def test_the_culprit_of_a_standstill_is_named_only_when_it_is_alone_behind() -> 
     equal = standstill([*ahead, seen(2, T, standing_s=6, step=8)], expected=3, now_s=T, rules=RULES)
     assert equal is not None
     assert (equal.node, equal.rank) == (None, None)
+
+
+def test_a_rank_that_a_signal_stopped_is_named_as_soon_as_the_others_stand() -> None:
+    stopped = seen(1, T, standing_s=2.3, stopped=True)
+    waiting = [seen(r, T, standing_s=2.1) for r in (0, 2)]
+    found = standstill([*waiting, stopped], expected=3, now_s=T, rules=RULES)
+    assert found is not None
+    assert (found.node, found.rank) == ("n1", 1)
+    assert "stopped by a signal" in found.why
+    moving = [seen(0, T, standing_s=0.1), seen(2, T, standing_s=2.1)]
+    assert not stuck([*moving, stopped], expected=3)
+    long_steps = [seen(r, T, standing_s=2.1, p99=1.0) for r in (0, 2)]
+    assert not stuck([*long_steps, stopped], expected=3)
 
 
 # ---------------------------------------------------------------------------------------- budget

@@ -106,6 +106,15 @@ def start_ticks(pid: int) -> int:
     return int(stat[stat.rindex(b")") + 2 :].split()[19])
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped the process (a debugger is another thing)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return stat[stat.rindex(b")") + 2 :].startswith(b"T")
+
+
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)

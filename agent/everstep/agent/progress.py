@@ -13,9 +13,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from everstep.agent.peer import is_stopped
 from everstep.wire.messages import Peer, RankProgress, Tally
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from everstep.wire.page import PageReader, State, StepRecord
 
 STANDSTILL_S = 2.0
@@ -129,9 +132,10 @@ def patience_ns(seen: Seen) -> int | None:
 
 
 class Progress:
-    """All pages of the node, by client."""
+    """All pages of the node, by client. `is_stopped` asks the kernel about a pid."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_stopped: Callable[[int], bool] = is_stopped) -> None:
+        self._is_stopped = is_stopped
         self._pages: dict[str, RankPage] = {}
         self._now_ns = 0
         self._anew_ns = 0
@@ -211,10 +215,14 @@ class Progress:
         places = {(*p.place[:3], p.peer.uid): p for p in list(self._pages.values())}
         now_ns, anew_ns = self._now_ns, self._anew_ns
         return [
-            _told(page, seen, standing_ns(seen, now_ns, anew_ns))
+            self._told(page, seen, standing_ns(seen, now_ns, anew_ns))
             for _, page in sorted(places.items())
             if (seen := page.seen) is not None
         ]
+
+    def _told(self, page: RankPage, seen: Seen, stands_ns: int) -> RankProgress:
+        long = stands_ns >= STANDSTILL_S * 1e9
+        return _told(page, seen, stands_ns, stopped=long and self._is_stopped(page.peer.pid))
 
     def count(self, uid: int) -> int:
         """Return how many pages of one user are followed."""
@@ -224,7 +232,7 @@ class Progress:
         return len(self._pages)
 
 
-def _told(page: RankPage, seen: Seen, stands_ns: int) -> RankProgress:
+def _told(page: RankPage, seen: Seen, stands_ns: int, *, stopped: bool) -> RankProgress:
     record = seen.record
     return RankProgress(
         job=page.place.job,
@@ -242,6 +250,7 @@ def _told(page: RankPage, seen: Seen, stands_ns: int) -> RankProgress:
         lr=measured(record.lr) if record else None,
         step_s=measured(record.step_s) if record else None,
         tally=_tally(seen.state, record) if record else None,
+        stopped=stopped,
     )
 
 

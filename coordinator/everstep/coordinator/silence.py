@@ -112,13 +112,32 @@ def standstill(
 
     In phase `step` a rank may stand as long as several of its own steps; other phases (a first
     step that compiles, a snapshot) get `stall_s`; with ranks that nobody sees, `blind_hang_s`.
+    Where the kernel says that a signal has stopped one, that explains why the others wait for it.
     """
     fresh = [r for r in ranks if now_s - r.heard_at_s < _FRESH_S]
+    if (stopped := _stopped(fresh, rules)) is not None:
+        return stopped
     limit_s = rules.hang_s if len(fresh) >= expected else rules.blind_hang_s
     if not fresh or not all(_stuck(r.progress, limit_s, rules) for r in fresh):
         return None
     since_s = max(r.heard_at_s - r.progress.standing_s for r in fresh)
     return _behind(sorted(fresh, key=lambda r: r.progress.step), since_s)
+
+
+def _stopped(ranks: Sequence[Seen], rules: SilenceConfig) -> Standstill | None:
+    found = [r for r in ranks if r.progress.stopped]
+    if not found or not all(_waits(r.progress, rules) for r in ranks):
+        return None
+    first = min(found, key=lambda r: r.progress.rank)
+    since_s = first.heard_at_s - first.progress.standing_s
+    why = f"rank {first.progress.rank} on {first.node} was stopped by a signal, and all ranks stand"
+    return Standstill(why, since_s, first.node, first.progress.rank)
+
+
+def _waits(progress: RankProgress, rules: SilenceConfig) -> bool:
+    return progress.standing_s > rules.step_factor * (progress.p99_step_s or 0.0) and (
+        progress.standing_s >= rules.standing_s
+    )
 
 
 def _behind(ranks: Sequence[Seen], since_s: float) -> Standstill:

@@ -49,7 +49,8 @@ def stands(job: Job, now_s: float) -> Standstill | None:
     book = job.book
     if book.over is not None or book.replan is not None or len(book.started) < len(book.members):
         return None
-    if _first_moves(job, now_s, job.config.silence.hang_s) or cases.of_generation(job) is not None:
+    patience_s = min(job.config.silence.hang_s, job.config.silence.standing_s)
+    if _first_moves(job, now_s, patience_s) or cases.of_generation(job) is not None:
         return None
     ranks: list[Seen] = list(job.ranks(now_s))
     return standstill(ranks, expected=book.world_size, now_s=now_s, rules=job.config.silence)

@@ -102,6 +102,7 @@ class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
     99th percentile over the steps of this generation, None before the second step. `pid` and `uid`
     are the kernel's word on who passed the page: another user's page says nothing about a job.
     `tally` is of the last finished step, by the node's clock.
+    `stopped` is the kernel's word too: the process stands because a signal stopped it.
     """
 
     job: str
@@ -119,6 +120,7 @@ class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float | None = None
     uid: int = -1
     tally: Tally | None = None
+    stopped: bool = False
 
 
 # ------------------------------------------------------------------------------------- plans

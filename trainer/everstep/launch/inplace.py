@@ -1,0 +1,194 @@
+"""Takes the ranks of this node into the next generation without torchrun's knowledge.
+
+A rank that said `Ready` is ordered into the new generation and keeps its process. One that ended,
+or does not obey in time, is replaced behind its shim by a fresh fork. torchrun sees neither, since
+its children are the shims. Where this cannot be done the caller lets torchrun restart its ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from everstep.launch.control import Heard, Ready, Reform, Released
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from everstep.launch.control import FromRank, Line
+
+HEARD_S = 0.7
+"""How long a rank may take to say that it has the order: one that a signal stopped never does."""
+RELEASED_S = 5.0
+"""How long it may take to get out of the old generation: out of a collective, a kernel, a read."""
+
+
+class Forks(Protocol):
+    """What makes fresh ranks behind torchrun's children."""
+
+    def replace(self, local_rank: int, environment: Mapping[str, str]) -> int:
+        """Fork another rank and return its pid. Raises OSError when that cannot be done."""
+        ...
+
+
+@dataclass(slots=True)
+class Place:
+    """One local rank. `pid` None: it ended, and its shim waits for another."""
+
+    pid: int | None
+    line: Line | None = None
+    ready_in: int = 0
+    ordered_s: float | None = None
+    heard: bool = False
+    released: bool = False
+
+    def late(self, now_s: float) -> str | None:
+        """Return what it failed to do in time since it was ordered, None while it may."""
+        if self.ordered_s is None or self.released or self.pid is None:
+            return None
+        waited_s = now_s - self.ordered_s
+        if not self.heard and waited_s >= HEARD_S:
+            return f"did not answer within {HEARD_S:g} s"
+        if waited_s >= RELEASED_S:
+            return f"did not leave its generation within {RELEASED_S:g} s"
+        return None
+
+
+class InPlace:
+    """The local ranks of one launcher. Safe to call from any thread.
+
+    `changed` is told generation and pids whenever processes took their places in it; `gave_up` that
+    a generation cannot be joined in place any more, and why.
+    """
+
+    def __init__(
+        self,
+        forks: Forks,
+        *,
+        changed: Callable[[int, Sequence[int]], None],
+        gave_up: Callable[[int, str], None],
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._forks = forks
+        self._changed = changed
+        self._gave_up = gave_up
+        self._say = say
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._places: list[Place] = []
+        self._lines: dict[int, tuple[Line, int]] = {}
+        self._generation = 0
+        self._environments: Sequence[Mapping[str, str]] = ()
+
+    def started(self, generation: int, pids: Sequence[int]) -> None:
+        """Torchrun has started these ranks, in order of local rank."""
+        with self._lock:
+            self._generation = generation
+            self._places = [Place(pid) for pid in pids]
+            for pid, (line, ready_in) in list(self._lines.items()):
+                self._note_ready(pid, line, ready_in)
+
+    def heard(self, line: Line, message: FromRank | None) -> None:
+        """A rank said something, or hung up (None)."""
+        with self._lock:
+            match message:
+                case None:
+                    self._lines.pop(line.pid, None)
+                case Ready(generation=generation):
+                    self._lines[line.pid] = (line, generation)
+                    self._note_ready(line.pid, line, generation)
+                case Heard() | Released():
+                    self._note_obeyed(line.pid, message)
+
+    def ended(self, pid: int) -> None:
+        """A rank's process ended while its shim is held."""
+        with self._lock:
+            for local_rank, place in enumerate(self._places):
+                if place.pid == pid:
+                    place.pid, place.line = None, None
+                    if place.ordered_s is not None and not place.released:
+                        self._fill(local_rank)  # before it joined: nobody has met it there yet
+
+    def why_not(self, generation: int) -> str | None:
+        """Return why the ranks of `generation` cannot leave it in place, None when they can."""
+        with self._lock:
+            if generation != self._generation or not self._places:
+                return "its ranks are not known yet"
+            for local_rank, place in enumerate(self._places):
+                if place.pid is not None and (place.line is None or place.ready_in != generation):
+                    return f"local rank {local_rank} cannot be formed anew"
+            return None
+
+    def order(self, generation: int, environments: Sequence[Mapping[str, str]]) -> None:
+        """Take all local ranks into `generation`, each with its environment."""
+        with self._lock:
+            self._generation, self._environments = generation, environments
+            for local_rank, place in enumerate(self._places):
+                if place.pid is None:
+                    self._fill(local_rank)
+                else:
+                    self._order(local_rank, place)
+            self._tell()
+
+    def tick(self) -> float | None:
+        """Replace who did not obey; return seconds until the next look is due, None for never."""
+        now_s = self._clock()
+        with self._lock:
+            for local_rank, place in enumerate(self._places):
+                if (late := place.late(now_s)) is not None:
+                    self._say(f"local rank {local_rank} {late}: replaced by a fresh process")
+                    self._replace(local_rank, place)
+            waiting = any(p.ordered_s is not None and not p.released for p in self._places)
+        return 0.05 if waiting else None
+
+    # ---- one rank
+
+    def _note_ready(self, pid: int, line: Line, generation: int) -> None:
+        for place in self._places:
+            if place.pid == pid:
+                place.line, place.ready_in = line, generation
+
+    def _note_obeyed(self, pid: int, message: FromRank) -> None:
+        for place in self._places:
+            if place.pid == pid and message.generation == self._generation:
+                place.heard = True
+                place.released |= isinstance(message, Released)
+
+    def _order(self, local_rank: int, place: Place) -> None:
+        place.ordered_s, place.heard, place.released = self._clock(), False, False
+        order = Reform(
+            generation=self._generation, environment=dict(self._environments[local_rank])
+        )
+        if place.line is None or not place.line.send(order):
+            self._replace(local_rank, place)
+
+    def _replace(self, local_rank: int, place: Place) -> None:
+        if place.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(place.pid, signal.SIGKILL)
+        place.pid, place.line = None, None
+        self._fill(local_rank)
+        self._tell()
+
+    def _fill(self, local_rank: int) -> None:
+        place = self._places[local_rank]
+        try:
+            place.pid = self._forks.replace(local_rank, self._environments[local_rank])
+        except OSError as exc:
+            self._gave_up(self._generation, f"local rank {local_rank}: no fresh process: {exc}")
+            return
+        place.line, place.ready_in, place.ordered_s = None, 0, None
+        if place.pid in self._lines:
+            place.line, place.ready_in = self._lines[place.pid]
+
+    def _tell(self) -> None:
+        pids = [place.pid for place in self._places]
+        known = [pid for pid in pids if pid is not None]
+        if len(known) == len(pids):
+            self._changed(self._generation, known)

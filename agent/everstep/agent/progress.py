@@ -157,7 +157,7 @@ class Progress:
         page.look(now_ns)
         if page.seen is None:
             return None
-        return _told(page, page.seen, standing_ns(page.seen, now_ns, self._anew_ns))
+        return _told(page, page.seen, standing_ns(page.seen, now_ns, self._anew_ns), stopped=False)
 
     def close(self) -> None:
         """Stop following all pages."""

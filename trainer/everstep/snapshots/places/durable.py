@@ -157,7 +157,12 @@ def put(path: Path, data: bytes, *, new: bool = False, mid: tuple[Faults, Point]
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    try:
+        sync_folder(path.parent)
+    except OSError:
+        # Whether it would outlast a power cut is not known, so it must not be there at all.
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _link(partial: Path, path: Path) -> None:

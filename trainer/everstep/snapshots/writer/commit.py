@@ -182,13 +182,13 @@ class Commit:
         self._check_stale()
         self._faults.at(Point.BEFORE_MARKER)
         self._place.put(order.id, marker.NAME, marker.seal(whole), new=True)
-        self._faults.at(Point.AFTER_MARKER)
         return whole
 
     def _point(self) -> None:
         """Move `latest`; that it cannot be moved costs no snapshot."""
         order = self._order
         try:
+            self._faults.at(Point.AFTER_MARKER)
             self._faults.at(Point.BEFORE_LATEST)
             if not self._is_newer_latest():
                 self._place.point_latest(order.id)

@@ -49,6 +49,7 @@ from everstep.wire.messages import (
     RanksStarted,
     Refused,
     SnapshotCommitted,
+    SnapshotHeld,
     StoreBound,
     StoreFailed,
     ToClient,
@@ -653,6 +654,23 @@ class World:
         name = f"s{rank.step:06d}-g{launcher.running}"
         if name not in book.snapshots and rank.changed_s == self.now_s:
             self.commit_snapshot(launcher, rank.step, launcher.running)
+
+    def hold_snapshot(
+        self, step: int, generation: int, *, ranks: Sequence[int], replicated: bool = False
+    ) -> None:
+        """These ranks say that they hold a snapshot in memory."""
+        id_ = f"s{step:06d}-g{generation}"
+        for number in ranks:
+            launcher, _ = self.rank(number)
+            held = SnapshotHeld(
+                nonce=launcher.nonce or "",
+                id=id_,
+                step=step,
+                generation=generation,
+                rank=number,
+                replicated=replicated,
+            )
+            self._say(launcher, held)
 
     def commit_snapshot(
         self, launcher: FakeLauncher, step: int, generation: int, *, final: bool = False

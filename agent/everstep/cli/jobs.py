@@ -224,6 +224,24 @@ def _list_ranks(ranks: list[dict[str, Any]]) -> None:
     )
 
 
+def _snapshot(taken: dict[str, Any]) -> tuple[str, ...]:
+    doubt = taken["suspect"] or ""
+    if taken["suspect_in_memory"] and not doubt:
+        doubt = f"in memory only: {taken['suspect_in_memory']}"
+    tiers = ", ".join(taken["tiers"])
+    if "path" not in taken:
+        return (taken["id"], tiers, ", ".join(taken["in_memory_of"]), "-", "-", "-", doubt)
+    return (
+        taken["id"],
+        tiers,
+        taken["node"],
+        str(taken["bytes"]),
+        show.duration(taken["write_s"]),
+        taken["path"],
+        doubt,
+    )
+
+
 def _list_history(job: dict[str, Any]) -> None:
     from everstep.cli.incidents import HEADS as INCIDENT_HEADS
     from everstep.cli.incidents import row as incident_row
@@ -246,18 +264,8 @@ def _list_history(job: dict[str, Any]) -> None:
     if job["snapshots"]:
         show.heading("snapshots")
         show.table(
-            ("ID", "TAKEN BY", "BYTES", "WRITTEN IN", "PATH", "SUSPECT"),
-            [
-                (
-                    s["id"],
-                    s["node"],
-                    str(s["bytes"]),
-                    show.duration(s["write_s"]),
-                    s["path"],
-                    s["suspect"] or "",
-                )
-                for s in job["snapshots"]
-            ],
+            ("ID", "TIERS", "TAKEN BY", "BYTES", "WRITTEN IN", "PATH", "SUSPECT"),
+            [_snapshot(s) for s in job["snapshots"]],
         )
     if job["incidents"]:
         show.heading("incidents")

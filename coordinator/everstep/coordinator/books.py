@@ -88,6 +88,7 @@ class Generation:
     why: str
     asked_by: str
     resume: tuple[str, ...]
+    ranks: int
     proposed_at_s: float
     awaited_at_s: float | None
 
@@ -111,6 +112,7 @@ class JobBook:
     evictions: list[tuple[float, str]] = field(default_factory=list)
     snapshots: dict[str, facts.SnapshotTaken] = field(default_factory=dict)
     suspects: dict[str, str] = field(default_factory=dict)
+    suspects_in_memory: dict[str, str] = field(default_factory=dict)
     incidents: dict[int, int] = field(default_factory=dict)
     times: dict[int, GenerationTimes] = field(default_factory=dict)
     proposed_at_s: float | None = None  # of the plan to come
@@ -140,9 +142,9 @@ class JobBook:
         return bool(self.done)
 
     def resume(self, limit: int = 4) -> list[str]:
-        """Return the ids to resume from, newest first."""
-        good = [s for s in self.snapshots if s not in self.suspects]
-        return sorted(good, key=SnapshotId.parse, reverse=True)[:limit]
+        """Return the ids on disk to resume from, newest first."""
+        good = (SnapshotId.parse(s) for s in self.snapshots if s not in self.suspects)
+        return [str(s) for s in sorted(good, key=SnapshotId.place, reverse=True)[:limit]]
 
 
 @dataclass(slots=True)
@@ -233,14 +235,9 @@ def _launcher_joined(books: Books, fact: facts.LauncherJoined) -> None:
         seat.address, seat.left_at_s = fact.address, None  # the same process, heard again
         return
     seats.pop(fact.node, None)  # a newcomer stands at the end of the queue
+    size = fact.local_world_size
     seats[fact.node] = Seat(
-        fact.node,
-        fact.pid,
-        fact.start_ticks,
-        fact.boot_id,
-        fact.address,
-        fact.local_world_size,
-        fact.at_s,
+        fact.node, fact.pid, fact.start_ticks, fact.boot_id, fact.address, size, fact.at_s
     )
 
 
@@ -288,6 +285,7 @@ def _plan_committed(books: Books, fact: facts.PlanCommitted) -> None:
             why=plan.why,
             asked_by=plan.asked_by,
             resume=resume,
+            ranks=job.world_size,
             proposed_at_s=proposed_s,
             awaited_at_s=job.awaited_at_s,
         )
@@ -333,7 +331,8 @@ def _snapshot_taken(books: Books, fact: facts.SnapshotTaken) -> None:
 
 
 def _snapshot_suspected(books: Books, fact: facts.SnapshotSuspected) -> None:
-    books.jobs[fact.job].suspects[fact.id] = fact.why
+    job = books.jobs[fact.job]
+    (job.suspects_in_memory if fact.memory else job.suspects)[fact.id] = fact.why
 
 
 def _job_ended(books: Books, fact: facts.JobEnded) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from everstep.coordinator import facts, failing, planning, progress, timing, watching
+from everstep.coordinator import facts, failing, planning, progress, resuming, timing, watching
 from everstep.coordinator.alarms import Alarms
 from everstep.coordinator.incidents import Clue
 from everstep.coordinator.job import Job
@@ -32,6 +32,7 @@ from everstep.wire.messages import (
     RanksStarted,
     RankTimeline,
     SnapshotCommitted,
+    SnapshotHeld,
     SnapshotRejected,
     StoreBound,
     StoreFailed,
@@ -88,9 +89,12 @@ class Cluster:
     ) -> tuple[CoordinatorWelcome | CoordinatorRefusal, list[Effect]]:
         """Take an agent in, or refuse it."""
         turn = Turn(now_s, self.books)
+        started_anew = self.books.node(hello.node).epoch != hello.epoch
         reply = self.nodes.connect(turn, connection, hello)
         if isinstance(reply, CoordinatorWelcome):
             for job in self._jobs_on(hello.node):
+                if started_anew:
+                    job.held.forget(hello.node)
                 job.detach(hello.node, now_s)
                 job.forget_ranks(hello.node)
                 seat = job.book.seats[hello.node]
@@ -241,6 +245,8 @@ class Cluster:
                 failing.launcher_gone(turn, job, session.node, body.why, said=True)
         elif job is None:
             return
+        elif isinstance(body, SnapshotHeld):
+            resuming.held(job, session.node, body)
         else:
             self._job_message(turn, job, session, message)
         if isinstance(body, (Leaving, RankEnded)):

@@ -253,11 +253,12 @@ class SnapshotTaken(Fact, frozen=True, kw_only=True):
 
 
 class SnapshotSuspected(Fact, frozen=True, kw_only=True):
-    """No later plan names this snapshot."""
+    """No later plan names this snapshot; `memory` means what memory holds of it, and no more."""
 
     job: str
     id: str
     why: str
+    memory: bool = False
 
 
 class JobEnded(Fact, frozen=True, kw_only=True):

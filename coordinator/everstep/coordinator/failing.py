@@ -65,6 +65,8 @@ def launcher_gone(turn: Turn, job: Job, node: str, why: str, *, said: bool) -> N
     )
     job.attached.pop(node, None)
     job.detached_s.pop(node, None)
+    if said:  # one that only died may be back before its agent lets go of the memory
+        job.held.forget(node)
     if book.over is not None:
         return
     if not job.present() and book.generation == 0:
@@ -111,6 +113,7 @@ def stands_still(turn: Turn, job: Job, stand: Standstill) -> str | None:
 
 def node_evicted(turn: Turn, job: Job, node: str, why: str, *, kind: IncidentKind) -> None:
     """A node was shut out for whatever reason: a job that has it goes on without it."""
+    job.held.forget(node)
     if node not in job.book.members or node in job.book.done or job.book.over is not None:
         return
     replan = job.book.replan

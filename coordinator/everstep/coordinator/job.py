@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from everstep.coordinator.membership import Away, Gone, Out, Ready, Standing
+from everstep.coordinator.resuming import Held
 from everstep.coordinator.silence import Seen
 from everstep.wire.messages import Evicted, Member
 
@@ -62,6 +63,7 @@ class Job:
     hearsay: list[Clue] = field(default_factory=list)  # of ranks whose launcher has said nothing
     ready_to_grow_s: float | None = None
     timing: Timing | None = None
+    held: Held = field(default_factory=Held)  # snapshots in memory
 
     # ------------------------------------------------------------------------ launchers
 

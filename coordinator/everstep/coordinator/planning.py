@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from everstep.coordinator import cases, ending, facts, reckoning, timing
+from everstep.coordinator import cases, ending, facts, reckoning, resuming, timing
 from everstep.coordinator.incidents import Clue, Decision
 from everstep.coordinator.job import Proposal
 from everstep.coordinator.membership import Away, Choice, Form, Ready, Standing, Wait, choose
@@ -217,7 +217,7 @@ def _commit(turn: Turn, job: Job, proposal: Proposal, bind: StoreBound) -> None:
         evicted=job.evicted(),
         store_address=bind.address,
         store_port=bind.port,
-        resume=book.resume(),
+        resume=resuming.named(job, proposal.members),
         asked_by=replan.asked_by if replan else "",
         why=replan.why if replan else "",
     )

@@ -77,12 +77,16 @@ def snapshot_taken(turn: Turn, job: Job, node: str, taken: SnapshotCommitted) ->
 
 
 def snapshot_rejected(turn: Turn, job: Job, rejected: SnapshotRejected) -> None:
-    """A snapshot did not load: no later plan names it."""
-    book = job.book
-    if rejected.id in book.suspects or rejected.id not in book.snapshots or book.over is not None:
+    """A snapshot, or what memory holds of it, did not load: no later plan names it."""
+    book, id_, memory = job.book, rejected.id, rejected.memory
+    known = book.suspects_in_memory if memory else book.suspects
+    named = id_ in book.snapshots or any(id_ in g.resume for g in book.generations[-_RECENT:])
+    if id_ in known or not named or book.over is not None:
         return
     turn.record(
-        facts.SnapshotSuspected(at_s=turn.now_s, job=book.id, id=rejected.id, why=rejected.why)
+        facts.SnapshotSuspected(
+            at_s=turn.now_s, job=book.id, id=id_, why=rejected.why, memory=memory
+        )
     )
 
 

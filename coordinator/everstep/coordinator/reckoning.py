@@ -109,7 +109,8 @@ def _may_go_on(turn: Turn, job: Job, incident: Incident) -> bool:
 
 def _has_older(job: Job, snapshot: str) -> bool:
     good = job.book.resume(limit=len(job.book.snapshots))
-    return snapshot in good and good[-1] != snapshot
+    in_memory_only = snapshot not in job.book.snapshots
+    return bool(good) and (in_memory_only or (snapshot in good and good[-1] != snapshot))
 
 
 def _stop(turn: Turn, job: Job, incident: Incident, stop: Stop) -> bool:

@@ -8,6 +8,7 @@ import msgspec
 
 from everstep.coordinator.budget import since_progress
 from everstep.coordinator.membership import Ready
+from everstep.wire.ids import SnapshotId
 
 if TYPE_CHECKING:
     from everstep.coordinator.books import JobBook, NodeBook
@@ -82,12 +83,41 @@ def job_detail(cluster: Cluster, book: JobBook, now_s: float) -> View:
         "ranks": rank_views(job, now_s),
         "seats": [_seat(cluster, book, name, now_s) for name in book.seats],
         "finished": list(book.done),
-        "snapshots": [
-            {**_plain(s), "suspect": book.suspects.get(s.id)} for s in book.snapshots.values()
-        ],
+        "snapshots": _snapshots(book, job),
         "generations": generation_views(book),
         "failures_since_progress": [_plain(f) for f in since_progress(book.failures)],
         "incidents": [incident_summary(i) for i in _incidents(cluster, book)],
+    }
+
+
+def _snapshots(book: JobBook, job: Job | None) -> list[View]:
+    """Return what can be resumed from: `tiers` are `disk`, `memory` or both."""
+    held = {} if job is None else job.held.holders()
+    in_memory = {str(id_): sorted(holders.nodes) for id_, holders in held.items()}
+    only = [id_ for id_ in sorted(held, key=SnapshotId.place) if str(id_) not in book.snapshots]
+    return [
+        *(
+            {**_plain(s), **_tiers(book, s.id, in_memory.get(s.id, []), disk=True)}
+            for s in book.snapshots.values()
+        ),
+        *(
+            {
+                "id": str(id_),
+                "step": id_.step,
+                "generation": id_.generation,
+                **_tiers(book, str(id_), in_memory[str(id_)], disk=False),
+            }
+            for id_ in only
+        ),
+    ]
+
+
+def _tiers(book: JobBook, id_: str, nodes: list[str], *, disk: bool) -> View:
+    return {
+        "tiers": ["memory"] * bool(nodes) + ["disk"] * disk,
+        "in_memory_of": nodes,
+        "suspect": book.suspects.get(id_),
+        "suspect_in_memory": book.suspects_in_memory.get(id_),
     }
 
 

@@ -28,6 +28,10 @@ class SnapshotId(NamedTuple):
     def __str__(self) -> str:
         return f"s{self.step:06d}-g{self.generation}"
 
+    def place(self) -> tuple[int, int]:
+        """Return what sorts oldest first: a later generation's is newer, whatever its step."""
+        return (self.generation, self.step)
+
     @classmethod
     def parse(cls, text: str) -> SnapshotId:
         """Return the id in `text`. Raises ValueError with the form that is expected."""

@@ -63,7 +63,7 @@ def _show(
     config: ConfigPath = None,
     json: Json = False,
 ) -> None:
-    """Show all about one job: members, ranks, snapshots, generations, incidents.
+    """Show all about one job: members, ranks, snapshots, findings, generations, incidents.
 
     With --json: the answer to GET /v1/jobs/JOB.
 
@@ -267,6 +267,9 @@ def _list_history(job: dict[str, Any]) -> None:
             ("ID", "TIERS", "TAKEN BY", "BYTES", "WRITTEN IN", "PATH", "SUSPECT"),
             [_snapshot(s) for s in job["snapshots"]],
         )
+    if job["findings"]:
+        show.heading("what its ranks found")
+        show.findings(job["findings"])
     if job["incidents"]:
         show.heading("incidents")
         show.table(INCIDENT_HEADS, [incident_row(i) for i in job["incidents"]])

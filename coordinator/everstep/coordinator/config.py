@@ -19,6 +19,7 @@ DEFAULT_LISTEN = "127.0.0.1:7070"
 
 Mode = Literal["observe", "approve", "act"]
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Above0 = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class SilenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,7 +71,9 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True):
     grow_wait_s: Seconds = 300.0  # it grows at the next snapshot, without one after this
     testing_s: Seconds = 60.0  # for a node that came back to show that it is well
     max_clock_offset_s: Seconds = 5.0  # a node further off fails its test
-    forget_jobs_s: Annotated[float, msgspec.Meta(gt=0)] = 30 * 86400.0  # ended this long ago
+    forget_jobs_s: Above0 = 30 * 86400.0  # ended this long ago
+    mtbf_prior_h: Above0 = 2500.0  # a node's hours to a failure, until a job has shown its own
+    mtbf_prior_weight: Above0 = 0.1  # how many failures seen count as much as that
     silence: SilenceConfig = SilenceConfig()
     budget: BudgetConfig = BudgetConfig()
     breaker: BreakerConfig = BreakerConfig()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from everstep.coordinator import cases, ending, facts, reckoning, resuming, timing
+from everstep.coordinator import cases, ending, facts, mtbf, reckoning, resuming, timing
 from everstep.coordinator.incidents import Clue, Decision
 from everstep.coordinator.job import Proposal
 from everstep.coordinator.membership import Away, Choice, Form, Ready, Standing, Wait, choose
@@ -220,6 +220,7 @@ def _commit(turn: Turn, job: Job, proposal: Proposal, bind: StoreBound) -> None:
         resume=resuming.named(job, proposal.members),
         asked_by=replan.asked_by if replan else "",
         why=replan.why if replan else "",
+        mtbf_s=mtbf.of_job(book, nodes=len(proposal.members), now_s=turn.now_s, config=job.config),
     )
     timing.put_down(turn, job)
     turn.record(facts.PlanCommitted(at_s=turn.now_s, job=book.id, plan=plan))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from everstep.coordinator.incidents import Incident
     from everstep.coordinator.job import Job
     from everstep.coordinator.journal import Entry
-    from everstep.wire.messages import RankProgress
+    from everstep.wire.messages import Finding, RankProgress
 
 View = dict[str, Any]
 
@@ -84,6 +84,7 @@ def job_detail(cluster: Cluster, book: JobBook, now_s: float) -> View:
         "seats": [_seat(cluster, book, name, now_s) for name in book.seats],
         "finished": list(book.done),
         "snapshots": _snapshots(book, job),
+        "findings": _findings(cluster, book),
         "generations": generation_views(book),
         "failures_since_progress": [_plain(f) for f in since_progress(book.failures)],
         "incidents": [incident_summary(i) for i in _incidents(cluster, book)],
@@ -110,6 +111,18 @@ def _snapshots(book: JobBook, job: Job | None) -> list[View]:
             for id_ in only
         ),
     ]
+
+
+def _findings(cluster: Cluster, book: JobBook) -> list[View]:
+    """Return what the job's ranks found and has not passed, the newest of each kind."""
+    newest: dict[tuple[str, str], Finding] = {}
+    for name in book.seats:
+        for (source, *_), finding in cluster.books.node(name).findings.items():
+            key = (finding.name, finding.component)
+            before = newest.get(key)
+            if source == f"job {book.id}" and (before is None or before.at_s <= finding.at_s):
+                newest[key] = finding
+    return [_plain(finding) for finding in sorted(newest.values(), key=lambda f: f.at_s)]
 
 
 def _tiers(book: JobBook, id_: str, nodes: list[str], *, disk: bool) -> View:

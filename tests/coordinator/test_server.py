@@ -355,9 +355,31 @@ async def test_metrics_count_what_happened(tmp_path: Path) -> None:
             "everstep_coordinator_generations_total 2.0",
             "everstep_coordinator_decide_seconds_count 1.0",
             "everstep_coordinator_resume_seconds_count 1.0",
+            'everstep_coordinator_recovery_seconds_count{decision="restart"} 1.0',
             "everstep_coordinator_agents_connected 2.0",
         ):
             assert line in metrics
+
+
+async def test_a_jobs_time_is_a_gauge_while_it_lives_and_counted_when_it_is_over(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as server, agents(server, "ab") as nodes:
+        launchers = [await a.launch("run", nnodes=(2, 2)) for a in nodes]
+        await until(lambda: all(la.running for la in launchers))
+        await server.until("/v1/jobs/run", lambda j: j["time"]["kinds"]["productive"] > 0)
+        job = (await server.get("/v1/jobs"))["jobs"][0]["id"]
+        time = (await server.get("/v1/jobs/run"))["time"]
+        assert time["wall_s"] == pytest.approx(sum(time["kinds"].values()))
+        live = await _text(server, "/metrics")
+        assert f'everstep_job_time_seconds{{job="{job}",kind="productive",run="run"}}' in live
+        assert f'everstep_job_goodput_ratio{{job="{job}",run="run"}}' in live
+        for agent, launcher in zip(nodes, launchers, strict=True):
+            await agent.succeed(launcher)
+        await until(lambda: launchers[0].over)
+        over = await _text(server, "/metrics")
+        assert "everstep_job_time_seconds{" not in over
+        assert 'everstep_coordinator_ended_jobs_time_seconds_total{kind="productive"}' in over
 
 
 async def test_events_come_as_they_happen_and_a_reader_goes_on_where_it_was(

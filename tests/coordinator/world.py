@@ -47,11 +47,13 @@ from everstep.wire.messages import (
     RankEnded,
     RankProgress,
     RanksStarted,
+    RankTimeline,
     Refused,
     SnapshotCommitted,
     SnapshotHeld,
     StoreBound,
     StoreFailed,
+    Tally,
     ToClient,
 )
 
@@ -60,6 +62,7 @@ BROKEN = (
     "Connection closed by peer [10.0.0.7]:60582."
 )
 STEP_S, START_S = 0.5, 0.75
+DATA_S = 0.1  # of each step, waited for samples
 TICK_S = 0.25  # coarser than the real one: fewer turns to play through
 UID = 1000
 F = TypeVar("F", bound=Fact)
@@ -78,6 +81,9 @@ class FakeRank:
     alive: bool = True
     stopped: bool = False
     shown: bool = True
+    stepped_s: float = 0.0
+    steps_done: int = 0
+    timeline: RankTimeline | None = None
 
 
 @dataclass
@@ -160,6 +166,8 @@ class World:
         self.crashes = 0
         self.greet_after_s = 0.0
         self.ranks_say_hello = True
+        self.ranks_tell_times = True
+        self.resumes_from_folder = 0
         self.steps_until: int | None = None
         self.snapshot_every: int | None = None
         self.resumed_at: list[tuple[int, str]] = []
@@ -364,21 +372,25 @@ class World:
         session.take(beat, self.now_s)
 
     def _pages(self, launcher: FakeLauncher) -> list[RankProgress]:
-        return [
-            RankProgress(
-                job=launcher.nonce or "",
-                generation=launcher.running,
-                rank=r.rank,
-                pid=r.pid,
-                phase=r.phase,
-                step=r.step,
-                standing_s=self.now_s - r.changed_s,
-                p99_step_s=STEP_S if r.phase == "step" else None,
-                uid=UID,
-            )
-            for r in launcher.ranks
-            if r.alive and r.shown
-        ]
+        return [self._page(launcher, r) for r in launcher.ranks if r.alive and r.shown]
+
+    def _page(self, launcher: FakeLauncher, rank: FakeRank) -> RankProgress:
+        tally = None
+        if rank.steps_done and self.ranks_tell_times:
+            at_s = rank.stepped_s - launcher.node.offset_s
+            tally = Tally(rank.step, at_s, DATA_S * rank.steps_done)
+        return RankProgress(
+            job=launcher.nonce or "",
+            generation=launcher.running,
+            rank=rank.rank,
+            pid=rank.pid,
+            phase=rank.phase,
+            step=rank.step,
+            standing_s=self.now_s - rank.changed_s,
+            p99_step_s=STEP_S if rank.phase == "step" else None,
+            uid=UID,
+            tally=tally,
+        )
 
     # ------------------------------------------------------------------------ launchers
 
@@ -435,8 +447,27 @@ class World:
         hello = Hello(
             role="rank", job=launcher.nonce, generation=launcher.running, rank=rank.rank, page=True
         )
+        self._rank_says(launcher, rank, hello)
+        if rank.timeline is not None:
+            self._rank_says(launcher, rank, rank.timeline)
+
+    def _rank_says(self, launcher: FakeLauncher, rank: FakeRank, body: ClientMessage) -> None:
         peer = msgspec.structs.replace(launcher.peer, pid=rank.pid)
-        self._forward(launcher.node, FromClient(client=f"r{rank.pid}", peer=peer, body=hello))
+        self._forward(launcher.node, FromClient(client=f"r{rank.pid}", peer=peer, body=body))
+
+    def _mark(self, launcher: FakeLauncher, rank: FakeRank, *moments: str) -> None:
+        """The first rank of a node tells when it came up, by its node's clock."""
+        if not self.ranks_tell_times or rank is not launcher.ranks[0]:
+            return
+        line = rank.timeline or RankTimeline(
+            nonce=launcher.nonce or "",
+            generation=launcher.running,
+            rank=rank.rank,
+            from_step=rank.step,
+        )
+        at_s = self.now_s - launcher.node.offset_s
+        rank.timeline = msgspec.structs.replace(line, **dict.fromkeys(moments, at_s))
+        self._rank_says(launcher, rank, rank.timeline)
 
     def post(self, launcher: FakeLauncher, body: ClientMessage) -> None:
         """Say it, and again after each reconnect until it is acknowledged."""
@@ -492,7 +523,7 @@ class World:
 
     def _start_ranks(self, launcher: FakeLauncher, plan: Plan, group_rank: int) -> None:
         first = sum(m.local_world_size for m in plan.members[:group_rank])
-        step = int(plan.resume[0][1:7]) if plan.resume else 0
+        step = int(plan.resume[0][1:7]) if plan.resume else self.resumes_from_folder
         launcher.running, launcher.succeeded = plan.generation, False
         launcher.ranks = [
             FakeRank(first + i, next(self._pids), self.now_s, self.now_s, step=step)
@@ -507,6 +538,8 @@ class World:
             ranks=[r.rank for r in launcher.ranks],
         )
         self.post(launcher, started)
+        if launcher.ranks:
+            self._mark(launcher, launcher.ranks[0], "began_at_s")
         for rank in launcher.ranks:
             if self.ranks_say_hello:
                 self._rank_hello(launcher, rank)
@@ -596,6 +629,7 @@ class World:
             peer=msgspec.structs.replace(launcher.peer, pid=rank.pid),
             died=True,
             at_s=self.now_s,
+            last=self._page(launcher, rank),
         )
         self.now_s += 0.001
         self.post(launcher, ended)
@@ -641,9 +675,15 @@ class World:
             return
         if rank.phase == "start":
             if whole and self.now_s - rank.started_s >= START_S:
-                rank.phase, rank.step, rank.changed_s = "step", rank.step + 1, self.now_s
+                self._mark(launcher, rank, "opened_at_s", "grouped_at_s", "restored_at_s")
+                self._step(rank)
+                self._mark(launcher, rank, "stepped_at_s")
         elif rank.phase == "step" and free and self.now_s - rank.changed_s >= STEP_S:
-            rank.step, rank.changed_s = rank.step + 1, self.now_s
+            self._step(rank)
+
+    def _step(self, rank: FakeRank) -> None:
+        rank.phase, rank.step, rank.changed_s = "step", rank.step + 1, self.now_s
+        rank.stepped_s, rank.steps_done = self.now_s, rank.steps_done + 1
 
     def _snapshot(self, book: JobBook, group: list[tuple[FakeLauncher, FakeRank]]) -> None:
         if not group or self.snapshot_every is None:

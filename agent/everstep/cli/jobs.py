@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from everstep.cli import show
+from everstep.cli import job_time, show
 from everstep.cli.asked import Asked, me
 from everstep.cli.options import ConfigPath, CoordinatorUrl, Json, Reason, Token
 from everstep.cli.verbs import application
@@ -63,7 +63,7 @@ def _show(
     config: ConfigPath = None,
     json: Json = False,
 ) -> None:
-    """Show all about one job: members, ranks, snapshots, findings, generations, incidents.
+    """Show all about one job: ranks, where its time went, snapshots, findings, incidents.
 
     With --json: the answer to GET /v1/jobs/JOB.
 
@@ -177,6 +177,8 @@ def _describe(job: dict[str, Any]) -> None:
         show.verbatim(over["error"])
     _list_seats(job)
     _list_ranks(job["ranks"])
+    if "time" in job:  # not from a coordinator of the version before
+        job_time.describe(job["time"])
     _list_history(job)
 
 

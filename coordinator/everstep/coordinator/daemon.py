@@ -27,6 +27,7 @@ from everstep.coordinator.hub import Hub
 from everstep.coordinator.journal import Journal
 from everstep.coordinator.metrics import Metrics
 from everstep.coordinator.runtime import Clock, Runtime
+from everstep.coordinator.tracing import tracing
 from everstep.coordinator.turn import Record
 from everstep.sdk.config import ConfigFile
 from everstep.sdk.errors import EverstepError
@@ -65,6 +66,7 @@ async def serve(
         )
         stack.push_async_callback(announcers.close)
         runtime.on_tell = announcers.tell
+        await stack.enter_async_context(tracing(runtime, os.environ))
         address = await _listen(stack, runtime, settings, announcers)
         group = await stack.enter_async_context(asyncio.TaskGroup())
         ticking = group.create_task(runtime.tick(), name="tick")

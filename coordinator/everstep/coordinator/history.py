@@ -37,6 +37,11 @@ class Recovery:
     phases: tuple[Phase, ...]
 
     @property
+    def decision(self) -> str:
+        """What was done."""
+        return self.incident.decision.what
+
+    @property
     def took_s(self) -> float:
         """How long it took."""
         return self.resumed_at_s - self.began_at_s
@@ -64,8 +69,16 @@ def of_book(book: JobBook, job: Job | None = None) -> History:
 
 def recoveries(books: Books, book: JobBook, job: Job | None = None) -> list[Recovery]:
     """Return the recoveries that have come to their end, oldest first."""
-    open_ones = (books.incidents.get(number) for number in book.incidents.values())
-    resumed = [i for i in open_ones if i is not None and i.resumed_at_s is not None]
+    its_own = (books.incidents.get(number) for number in book.incidents.values())
+    incidents = [i for i in its_own if i is not None]
+    return recoveries_from(incidents, book, job)
+
+
+def recoveries_from(
+    incidents: Sequence[Incident], book: JobBook, job: Job | None = None
+) -> list[Recovery]:
+    """Return the recoveries from some incidents of a job, as far as they have come to an end."""
+    resumed = [i for i in incidents if i.resumed_at_s is not None]
     if not resumed:
         return []
     history = of_book(book, job)

@@ -95,7 +95,7 @@ def sample(turn: Turn, job: Job) -> None:
     if turn.now_s < timing.due_s or not job.book.generation:
         return
     timing.due_s = turn.now_s + _SAMPLE_S
-    if turn.now_s >= timing.all_due_s:
+    if timing.stands_for is None or turn.now_s >= timing.all_due_s:
         timing.all_due_s = turn.now_s + _LOOK_AT_ALL_S
         timing.stands_for = _waits_longest(job)
     if timing.stands_for is None:
@@ -103,15 +103,33 @@ def sample(turn: Turn, job: Job) -> None:
     node, rank = timing.stands_for
     for progress in job.last_ranks(node):
         if progress.rank == rank:
-            _add(timing, job.nodes.sessions[node], progress, turn.now_s)
+            _add(timing.series, job.nodes.sessions[node], progress, turn.now_s)
 
 
 def last_words(turn: Turn, job: Job, session: Session, last: RankProgress) -> None:
     """A rank is gone, and this is what its page says: where it got to, exactly."""
-    if not job.owns(last) or last.generation != job.book.generation:
+    if not job.owns(last):
         return
-    if _add(of(job), session, last, turn.now_s) and job.book.replan is not None:
-        put_down(turn, job)
+    if last.generation == job.book.generation:
+        if _add(of(job).series, session, last, turn.now_s) and job.book.replan is not None:
+            put_down(turn, job)
+    elif (times := job.book.times.get(last.generation)) is not None:
+        _amend(turn, job, session, last, times)
+
+
+def _amend(
+    turn: Turn, job: Job, session: Session, last: RankProgress, times: GenerationTimes
+) -> None:
+    """The next plan was quicker than the last word of a rank that it replaces."""
+    series = Series(list(times.tallies))
+    if not _add(series, session, last, turn.now_s):
+        return
+    better = msgspec.structs.replace(times, tallies=series.told())
+    turn.record(
+        facts.GenerationTimed(
+            at_s=turn.now_s, job=job.book.id, generation=last.generation, times=better
+        )
+    )
 
 
 def tally_of(job: Job, step: int, generation: int) -> Tally | None:
@@ -165,17 +183,17 @@ def _all_ranks(job: Job) -> Iterator[tuple[str, RankProgress]]:
             yield node, progress
 
 
-def _add(timing: Timing, session: Session, progress: RankProgress, now_s: float) -> bool:
+def _add(series: Series, session: Session, progress: RankProgress, now_s: float) -> bool:
     tally = progress.tally
     if tally is None:
-        return _add_unsummed(timing, session, progress)
+        return _add_unsummed(series, session, progress)
     at_s, _ = session.to_ours(tally.at_s, now_s)
-    return timing.series.add(Tally(tally.step, at_s, tally.data_s, tally.snapshot_s))
+    return series.add(Tally(tally.step, at_s, tally.data_s, tally.snapshot_s))
 
 
-def _add_unsummed(timing: Timing, session: Session, progress: RankProgress) -> bool:
+def _add_unsummed(series: Series, session: Session, progress: RankProgress) -> bool:
     """An older agent, or a page without records: the step, and when it last changed."""
     if progress.phase != "step" or progress.step <= 0:
         return False
     at_s = session.beat_at_s - progress.standing_s
-    return timing.series.add(Tally(progress.step, at_s))
+    return series.add(Tally(progress.step, at_s))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from everstep.coordinator import accounts, history
 from everstep.coordinator.budget import since_progress
 from everstep.coordinator.membership import Ready
 from everstep.wire.ids import SnapshotId
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from everstep.wire.messages import Finding, RankProgress
 
 View = dict[str, Any]
+
+_SHOWN_RECOVERIES = 20
 
 
 def job_state(book: JobBook, job: Job | None) -> str:
@@ -88,6 +91,22 @@ def job_detail(cluster: Cluster, book: JobBook, now_s: float) -> View:
         "generations": generation_views(book),
         "failures_since_progress": [_plain(f) for f in since_progress(book.failures)],
         "incidents": [incident_summary(i) for i in _incidents(cluster, book)],
+        "time": time_view(cluster, book, now_s),
+    }
+
+
+def time_view(cluster: Cluster, book: JobBook, now_s: float) -> View:
+    """Return where a job's time went, in seconds, and its last recoveries, oldest first."""
+    job = cluster.jobs.get(book.id)
+    sums = accounts.totals(accounts.spans(history.of_book(book, job), now_s))
+    found = history.recoveries(cluster.books, book, job)
+    return {
+        "wall_s": sum(sums.values()),
+        "kinds": dict(sums),
+        "goodput": accounts.goodput(sums),
+        "ettr": accounts.ettr(sums),
+        "mttr_s": history.mttr_s(found),
+        "recoveries": [_recovery(r) for r in found[-_SHOWN_RECOVERIES:]],
     }
 
 
@@ -208,6 +227,21 @@ def incident_detail(incident: Incident) -> View:
 def event_view(entry: Entry) -> View:
     """Return one fact of the journal as an event."""
     return {"seq": entry.seq, **_plain(entry.fact)}
+
+
+def _recovery(recovery: history.Recovery) -> View:
+    root = recovery.incident.root
+    return {
+        "incident": recovery.incident.id,
+        "generation": recovery.generation,
+        "decision": recovery.decision,
+        "node": root.node if root else None,
+        "rank": root.rank if root else None,
+        "began_at_s": recovery.began_at_s,
+        "took_s": recovery.took_s,
+        "steps_lost": recovery.incident.steps_lost,
+        "phases": [{"phase": name, "s": end - begin} for name, begin, end in recovery.phases],
+    }
 
 
 def _over(book: JobBook) -> View:

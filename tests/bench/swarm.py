@@ -34,6 +34,7 @@ from everstep.wire.messages import (
     RankProgress,
     RanksStarted,
     StoreBound,
+    Tally,
 )
 
 RANKS = 8
@@ -275,6 +276,7 @@ class Agent(asyncio.Protocol):
             lr=0.0003,
             step_s=0.1123,
             uid=UID,
+            tally=Tally(_STEP, _SENT_AT_S - 1.0, 12.5, 3.25),
         )
 
     def _hello(self) -> AgentHello:

@@ -67,6 +67,10 @@ def test_a_killed_rank_and_a_cut_cable_leave_a_report_with_every_promise_held(
     assert cut["kind"] == "cut-agent"
     assert cut["evicted"] is None
     assert cut["steps_lost"] == 0
+    assert sum(report["time"].values()) < report["wall_s"]
+    assert 0 < report["goodput"] <= report["ettr"] < 1
+    assert report["mttr_s"] == pytest.approx(kill["resumed_s"], abs=0.5)
+    assert "Where its time went" in done.stdout
     assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
     logs = [p.read_text(errors="replace") for p in (out / "logs").glob("*.log")]
     assert not any("Unable to shutdown process" in text for text in logs)

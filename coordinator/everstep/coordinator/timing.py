@@ -42,7 +42,8 @@ class Timing:
         book = job.book
         self.generation = generation
         self.base = book.times.get(generation, GenerationTimes())
-        self.marks: dict[str, Marks] = {}
+        self.marks = self.base.marks
+        self.stepped: dict[str, float] = {}
         taken = (s.tally for s in book.snapshots.values() if s.generation == generation)
         self.series = Series(merged(self.base.tallies, [t for t in taken if t is not None]))
         self.due_s = self.all_due_s = 0.0
@@ -50,21 +51,24 @@ class Timing:
 
     def times(self, up_at_s: float | None) -> GenerationTimes:
         """Return what is known by now."""
-        marks = self.base.marks
-        for one in self.marks.values():
-            marks = latest(marks, one)
         return msgspec.structs.replace(
             self.base,
-            marks=marks,
+            marks=self.marks,
             tallies=self.series.told(),
             up_at_s=self.base.up_at_s if up_at_s is None else up_at_s,
         )
 
+    def told(self, node: str, marks: Marks) -> None:
+        """Take in when a node came up; it says all of it each time."""
+        self.marks = latest(self.marks, marks)
+        if marks.stepped_at_s is not None:
+            self.stepped[node] = marks.stepped_at_s
+
     def stepped_at_s(self, members: list[str]) -> float | None:
         """Return when the last node finished its first step, None while one has not."""
-        moments = [m.stepped_at_s for n in members if (m := self.marks.get(n)) is not None]
-        known = [s for s in moments if s is not None]
-        return max(known) if members and len(known) == len(members) else None
+        if len(self.stepped) < len(members) or not self.stepped.keys() >= set(members):
+            return None  # the cheap look first: a thousand nodes come up one by one
+        return max((self.stepped[node] for node in members), default=None)
 
 
 def of(job: Job) -> Timing:
@@ -84,7 +88,7 @@ def told(turn: Turn, job: Job, session: Session, said: RankTimeline) -> None:
         if (at_s := getattr(said, name)) is not None
     }
     timing = of(job)
-    timing.marks[session.node] = Marks(from_step=said.from_step, **moments)
+    timing.told(session.node, Marks(from_step=said.from_step, **moments))
     if timing.stepped_at_s(job.book.members) is not None:
         put_down(turn, job)
 

@@ -15,9 +15,10 @@ from rich.console import Console
 from everstep.cli.demo import faults, story
 from everstep.cli.demo.cluster import Cluster, ClusterError
 from everstep.cli.demo.live import View
-from everstep.cli.demo.report import Fault, Report, lost_s, picture, table
+from everstep.cli.demo.report import Fault, Report, lost_s, picture, table, time_table
 from everstep.cli.demo.stage import Stage
 from everstep.cli.demo.training import GLOBAL_BATCH, Recipe, library_bytes
+from everstep.cli.job_time import share
 from everstep.sdk.config import ConfigError
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def demo(
     report.wall_s = round(time.monotonic() - began, 1)
     report.write(out / "demo-report.json")
     console.print(table(report))
+    console.print(time_table(report))
     console.print(_summary(report, out))
     if not report.passed:
         raise typer.Exit(FAILED)
@@ -119,6 +121,7 @@ def _run(cluster: Cluster, kinds: Sequence[str], seed: int, view: View, *, elast
         stormy.strike(kind, rng)
     stormy.finish()
     stormy.explain()
+    account = stormy.account()
     suffered = list(stormy.suffered)
 
     exactly_once = True
@@ -128,7 +131,9 @@ def _run(cluster: Cluster, kinds: Sequence[str], seed: int, view: View, *, elast
         exactly_once, skipped = _shrink_and_grow(shrinking, _healthy(cluster, nodes), rng)
         suffered += shrinking.suffered
 
-    picture(cluster.folder / "loss.png", calm.steps(), stormy.steps(), stormy.suffered)
+    picture(
+        cluster.folder / "loss.png", calm.steps(), stormy.steps(), stormy.suffered, account["kinds"]
+    )
     return Report(
         recovered_all=all(f.resumed_s is not None for f in suffered),
         bit_equal=_bit_equal(calm, stormy),
@@ -140,6 +145,10 @@ def _run(cluster: Cluster, kinds: Sequence[str], seed: int, view: View, *, elast
         lost_s=round(lost_s(suffered, story.median_step_s(stormy.steps())), 2),
         faults=suffered,
         seed=seed,
+        time={kind: round(s, 3) for kind, s in account["kinds"].items()},
+        goodput=account["goodput"],
+        ettr=account["ettr"],
+        mttr_s=account["mttr_s"],
     )
 
 
@@ -201,6 +210,8 @@ def _summary(report: Report, out: Path) -> str:
         f"every sample exactly once: {yes(report.samples_exactly_once)}   "
         f"wrong evictions: {report.wrong_evictions}\n"
         f"time lost to {len(report.faults)} faults: {report.lost_s:.1f} s of {report.wall_s:.0f} s"
+        f"\ngoodput: {share(report.goodput)}   ETTR: {share(report.ettr)}   "
+        f"mean time to recover: {'-' if report.mttr_s is None else f'{report.mttr_s:.2f} s'}"
         f"\nreport: {out / 'demo-report.json'}   picture: {out / 'loss.png'}   "
         f"logs: {out / 'logs'}"
     )

@@ -10,10 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from everstep.cli.demo.story import Step, curve
+from everstep.cli.job_time import rows, share, words
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from matplotlib.axes import Axes
 
 _WHY_CHARS = 160
 
@@ -36,7 +39,11 @@ class Fault(msgspec.Struct, kw_only=True):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """The whole demo, in the form that scripts read."""
+    """The whole demo, in the form that scripts read.
+
+    `time` is the coordinator's account of the disturbed run, in seconds by kind; see
+    docs/ledger.md for the kinds and the three figures made from them.
+    """
 
     recovered_all: bool
     bit_equal: bool | None
@@ -48,6 +55,10 @@ class Report(msgspec.Struct, kw_only=True):
     lost_s: float
     faults: list[Fault]
     seed: int = 0
+    time: dict[str, float] = {}
+    goodput: float | None = None
+    ettr: float | None = None
+    mttr_s: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -62,6 +73,22 @@ class Report(msgspec.Struct, kw_only=True):
     def write(self, path: Path) -> None:
         """Write the JSON file."""
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+
+
+_COLOURS = {
+    "productive": "#2da44e",
+    "warm_up": "#94d3a2",
+    "data_wait": "#bf8700",
+    "snapshot_stall": "#fae17d",
+    "lost_work": "#cf222e",
+    "detection": "#ff8182",
+    "decision": "#8250df",
+    "waiting": "#d8b9ff",
+    "teardown": "#0550ae",
+    "start": "#54aeff",
+    "rendezvous": "#80ccff",
+    "load": "#1b7c83",
+}  # of what the time was spent on; grey for the rest
 
 
 def lost_s(faults: Sequence[Fault], step_s: float) -> float:
@@ -91,6 +118,18 @@ def table(report: Report) -> Table:
     return view
 
 
+def time_table(report: Report) -> Table:
+    """Return where the disturbed run's time went, as a table for the terminal."""
+    view = Table(title="Where its time went", title_justify="left")
+    view.add_column("kind")
+    view.add_column("time", justify="right")
+    view.add_column("share", justify="right")
+    view.add_column("")
+    for row in rows({"wall_s": sum(report.time.values()), "kinds": report.time}):
+        view.add_row(*row)
+    return view
+
+
 def _short(why: str) -> str:
     """Leave the long part of somebody's error message to the report file."""
     return why if len(why) <= _WHY_CHARS else why[: _WHY_CHARS - 1] + "…"
@@ -101,15 +140,20 @@ def _seconds(value: float | None) -> str:
 
 
 def picture(
-    path: Path, undisturbed: Sequence[Step], disturbed: Sequence[Step], faults: Sequence[Fault]
+    path: Path,
+    undisturbed: Sequence[Step],
+    disturbed: Sequence[Step],
+    faults: Sequence[Fault],
+    time: Mapping[str, float],
 ) -> None:
-    """Draw both loss curves over the step, with the faults marked where they hit."""
+    """Draw both loss curves over the step with the faults where they hit, and the time below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes, below = figure.subplots(2, height_ratios=(6, 1))
+    _draw_time(below, time)
     axes.plot(*curve(undisturbed), color="#8c959f", linewidth=4, label="undisturbed run")
     label = "run under faults, one line a generation"
     for _, generation in itertools.groupby(disturbed, key=lambda s: s.generation):
@@ -135,3 +179,19 @@ def picture(
     axes.legend(loc="upper right", bbox_to_anchor=(1, 0.8))
     axes.grid(alpha=0.25)
     figure.savefig(path, dpi=110)
+
+
+def _draw_time(axes: Axes, time: Mapping[str, float]) -> None:
+    """Draw the shares of the disturbed run's time in one bar."""
+    left_s, wall_s = 0.0, sum(time.values())
+    for kind, seconds in sorted(time.items(), key=lambda kind: -kind[1]):
+        if seconds <= 0:
+            continue
+        colour = _COLOURS.get(kind, "#8c959f")
+        label = f"{words(kind)} {share(seconds / wall_s)}"
+        axes.barh(0, seconds, left=left_s, color=colour, label=label)
+        left_s += seconds
+    axes.set_yticks([])
+    axes.set_xlim(0, left_s or 1)
+    axes.set_xlabel("where the time of the run under faults went (s)")
+    axes.legend(ncols=6, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.6), frameon=False)

@@ -171,6 +171,18 @@ class Stage:
                 _found(fault, [i["detected_at_s"] for i in its])
                 _blame(fault, sorted(its, key=_weight))
 
+    def account(self) -> dict[str, Any]:
+        """Return where the run's time went, by the coordinator's ledger."""
+        found: list[dict[str, Any]] = []
+
+        def answered() -> bool:
+            job = self.job()
+            found.extend([job["time"]] if job else [])
+            return bool(found)
+
+        self.wait(f"{self.run_id}: reading its ledger of time", answered)
+        return found[0]
+
     def _events(self) -> Iterator[dict[str, Any]]:
         since = 0
         while page := self.api.get(f"events?since={since}"):

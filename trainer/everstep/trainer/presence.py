@@ -8,7 +8,7 @@ import time
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from everstep.trainer.timeline import Timeline, process_began_at_s
+from everstep.trainer.timeline import Timeline, work_began_at_s
 from everstep.wire.link import AgentLink
 from everstep.wire.messages import (
     Hello,
@@ -38,19 +38,12 @@ _SEVERITIES = {"info": logging.INFO, "warning": logging.WARNING}
 class Presence:
     """Page and link of one rank. Without an agent there is no link and findings are only logged."""
 
-    def __init__(
-        self,
-        seat: Seat,
-        *,
-        clock: Callable[[], float] = time.time,
-        began_at_s: float | None = None,
-    ) -> None:
-        """`began_at_s` is when the work for this generation began, by default the process."""
+    def __init__(self, seat: Seat, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._job = seat.job
         self._rank = seat.rank
         self._page = _page(seat)
-        self._timeline = _timeline(seat, clock, began_at_s)
+        self._timeline = _timeline(seat, clock)
         self._link = _link(seat, seat.socket, self._page, self._timeline) if seat.socket else None
         self._written = 0
         self.phase: Phase = "start"
@@ -171,14 +164,14 @@ def _page(seat: Seat) -> PageWriter | None:
         return None
 
 
-def _timeline(seat: Seat, clock: Callable[[], float], began_at_s: float | None) -> Timeline | None:
+def _timeline(seat: Seat, clock: Callable[[], float]) -> Timeline | None:
     if seat.local_rank or not seat.job:
         return None  # one of a node is enough: its ranks come up together
     return Timeline(
         job=seat.job,
         generation=seat.generation or 0,
         rank=seat.rank,
-        began_at_s=process_began_at_s() if began_at_s is None else began_at_s,
+        began_at_s=work_began_at_s(),
         clock=clock,
     )
 

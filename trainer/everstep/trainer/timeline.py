@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 Moment = Literal[
     "began_at_s", "opened_at_s", "grouped_at_s", "restored_at_s", "stepped_at_s", "saved_at_s"
 ]
+_opened_before = threading.Event()  # this process has had a generation
 _AFTER_COMM = 19  # of the fields of /proc/self/stat behind the name: starttime
 
 
@@ -58,6 +60,17 @@ class Timeline:
         if phase == "step" and self.told.restored_at_s is not None:
             return self.mark("stepped_at_s")
         return phase == "end" and self.mark("saved_at_s")
+
+
+def work_began_at_s() -> float | None:
+    """Return when this process began to work for the generation that it opens now.
+
+    For its first generation that is its start, for each that it is formed into afterwards now.
+    """
+    if _opened_before.is_set():
+        return time.time()
+    _opened_before.set()
+    return process_began_at_s()
 
 
 def process_began_at_s(stat: Path = Path("/proc/self/stat")) -> float | None:

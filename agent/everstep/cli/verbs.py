@@ -58,6 +58,9 @@ SECTIONS: dict[str, dict[str, Verb]] = {
         "incidents": Verb(
             "everstep.cli.incidents", "incidents", "What went wrong, or `incidents show ID`."
         ),
+        "snapshots": Verb(
+            "everstep.cli.snapshots", "snapshots", "A run's: `list`, `verify`, `prune`, `export`."
+        ),
         "plugins": Verb("everstep.cli.plugins", "plugins", "All plugins and how they are doing."),
     },
     "Act": {

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from everstep.snapshots.places import Place
 
 _ASIDE = ".aside"
+SUSPECT = "SUSPECT"
+"""A file of this name in a complete snapshot: it did not load, or the run failed at once."""
 
 
 class Entry(NamedTuple):
@@ -28,6 +30,7 @@ class Entry(NamedTuple):
     job: str | None = None
     committed_at_s: float = 0.0
     bytes: int = 0
+    suspect: bool = False
 
     @property
     def place(self) -> tuple[int, int]:
@@ -53,7 +56,14 @@ def _entry(place: Place, id_: SnapshotId) -> Entry:
     except (SnapshotError, OSError):
         # A damaged marker is no reason to hide the folder: it is told when it is tried.
         return Entry(id_, committed=True)
-    return Entry(id_, True, found.job, found.committed_at_s, found.bytes)  # noqa: FBT003  a record
+    return Entry(
+        id_,
+        committed=True,
+        job=found.job,
+        committed_at_s=found.committed_at_s,
+        bytes=found.bytes,
+        suspect=SUSPECT in place.files(str(id_)),
+    )
 
 
 def candidates(
@@ -96,8 +106,9 @@ def doomed(
     mine = sorted((e for e in found if e.committed and e.job == job), key=lambda e: e.place)
     if mine and mine[-1].id.generation > generation:
         return []
-    good = [e for e in mine if str(e.id) not in suspects]
-    last_good = {e.id for e in (good or _by_age(e for e in found if e.job != job))[-1:]}
+    good = [e for e in mine if not e.suspect and str(e.id) not in suspects]
+    others = _by_age(e for e in found if e.job != job and not e.suspect)
+    last_good = {e.id for e in (good or others)[-1:]}
     never = {newest} | last_good
     kept = never | {e.id for e in mine[-policy.keep :]} | {e.id for e in _every(good, policy)}
     if len(good) < policy.keep:
@@ -141,6 +152,19 @@ def _over_budget(
 
 def _by_age(found: Iterable[Entry]) -> list[Entry]:
     return sorted((e for e in found if e.committed), key=lambda e: e.committed_at_s)
+
+
+def prunable(place: Place, policy: Policy) -> list[str]:
+    """Return the names that a person may have deleted, as the newest job's retention would."""
+    found = entries(place)
+    whole = _by_age(e for e in found if e.job is not None)
+    if not whole:
+        return []
+    job = whole[-1].job or ""
+    mine = max((e for e in whole if e.job == job), key=lambda e: e.place)
+    gone = doomed(found, job=job, generation=mine.id.generation, newest=mine.id, policy=policy)
+    enough = sum(e.job == job and not e.suspect for e in found) >= policy.keep
+    return [*map(str, gone), *(asides(place) if enough else [])]
 
 
 def asides(where: Place) -> list[str]:

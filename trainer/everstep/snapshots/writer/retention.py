@@ -50,6 +50,9 @@ class Retention:
     def _delete(self, order: Write, place: Place, in_flight: Collection[str]) -> None:
         found = catalogue.entries(place)
         facts = order.facts
+        for entry in found:
+            if entry.committed and not entry.suspect and str(entry.id) in order.suspects:
+                place.put(str(entry.id), catalogue.SUSPECT, b"")
         gone = catalogue.doomed(
             found,
             job=facts.job,

@@ -22,7 +22,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "snapshots"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)  # the first to come is the last to go: after the writers
 def agent(short: Path) -> Iterator[FakeAgent]:
     made = FakeAgent(short)
     yield made

@@ -95,7 +95,9 @@ def measure(*, rounds: int) -> dict[str, float]:
         "grad_clip": GradClip(GradClipConfig()),
         "loss_spike": LossSpike(LossSpikeConfig(), findings.append, time.time),
         "progress": progress,
-        "snapshot": Snapshot(SnapshotConfig(every_steps=10**9), Wishes()),
+        "snapshot": Snapshot(
+            SnapshotConfig(every_steps=10**9), Wishes(), findings.append, time.time
+        ),
     }
     figures = {}
     for name, chosen in (

@@ -43,6 +43,7 @@ def test_the_environment_of_a_rank_is_read() -> None:
             "EVERSTEP_RESUME": "s000120-g7,s000100-g6",
             "EVERSTEP_SKIP": "24-36,0-12",
             "EVERSTEP_SOCKET": "/run/x.sock",
+            "EVERSTEP_MTBF_S": "19000",
         }
     )
     assert seat == Seat(
@@ -54,6 +55,7 @@ def test_the_environment_of_a_rank_is_read() -> None:
         resume=(SnapshotId(120, 7), SnapshotId(100, 6)),
         skip=((0, 12), (24, 36)),
         socket=Path("/run/x.sock"),
+        mtbf_s=19000,
     )
     assert Seat.from_environ({"EVERSTEP_RESUME": ""}).resume == ()
 

@@ -104,6 +104,11 @@ class Run(Protocol):
         """Steps over which the learning rate rises, 0 when not known."""
         ...
 
+    @property
+    def mtbf_s(self) -> float | None:
+        """How long the job trains between two failures, as far as the coordinator can say."""
+        ...
+
 
 class Step(Protocol):
     """The step in progress. One object serves all steps: keep values, not the object."""
@@ -221,6 +226,11 @@ class Page(Protocol):
 
 class Snapshots(Protocol):
     """The engine that takes snapshots; a hook says when."""
+
+    @property
+    def write_s(self) -> float | None:
+        """How long the newest one took to become durable; rank 0 knows, others say None."""
+        ...
 
     def ask(self) -> None:
         """Ask for one after this step's update; call it from `before_update`."""

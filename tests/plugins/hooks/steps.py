@@ -40,3 +40,4 @@ class FakeRun:
     steps: int = 100
     done: int = 0
     warmup_steps: int = 0
+    mtbf_s: float | None = None

@@ -1,13 +1,21 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 from tests.plugins.hooks.steps import FakeStep
 
 from everstep.plugins.hooks.snapshot import Snapshot, SnapshotConfig
+from everstep.sdk import Finding
+
+
+def no_report(finding: Finding) -> None:
+    raise AssertionError(finding)
 
 
 class FakeSnapshots:
     def __init__(self) -> None:
+        self.write_s: float | None = None
         self.asked = 0
         self.settings: dict[str, object] = {}
 
@@ -20,7 +28,7 @@ class FakeSnapshots:
 
 def asked_at(config: SnapshotConfig, steps: int) -> list[int]:
     snapshots = FakeSnapshots()
-    hook = Snapshot(config, snapshots)
+    hook = Snapshot(config, snapshots, no_report, time.time)
     out = []
     for number in range(1, steps + 1):
         before = snapshots.asked
@@ -39,7 +47,7 @@ def test_without_one_at_the_end_the_last_step_is_like_any_other() -> None:
 
 def test_the_policy_is_handed_on() -> None:
     snapshots = FakeSnapshots()
-    Snapshot(SnapshotConfig(keep=4, when_busy="wait"), snapshots)
+    Snapshot(SnapshotConfig(keep=4, when_busy="wait"), snapshots, no_report, time.time)
     assert snapshots.settings == {"keep": 4, "at_end": True, "wait_when_busy": True}
 
 

@@ -30,6 +30,7 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
     resume: tuple[SnapshotId, ...] | None = None
     skip: tuple[Range, ...] = ()
     socket: Path | None = None
+    mtbf_s: float | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Seat:
@@ -46,6 +47,7 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
             resume=None if resume is None else _ids(resume),
             skip=_windows(environ.get("EVERSTEP_SKIP", "")),
             socket=Path(socket) if socket else None,
+            mtbf_s=_number(environ, "EVERSTEP_MTBF_S") or None,
         )
 
 

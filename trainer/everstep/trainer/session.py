@@ -121,7 +121,9 @@ class Session:
         self._dispatch = Dispatch(on_every_rank(plugins, report), report=report)
         run_dir = Path(config.run_dir)
         self._keeper = Keeper(run_dir, seat, config, self._groups, self._presence, wishes)
-        self.run = Run(seat.rank, seat.world_size, self._keeper.generation, run_dir)
+        self.run = Run(
+            seat.rank, seat.world_size, self._keeper.generation, run_dir, mtbf_s=seat.mtbf_s
+        )
         self._agreement = Agreement(hooks=len(self._dispatch.hooks), device=self.device)
         self._step = Step(self._agreement, rank=seat.rank, world_size=seat.world_size)
         rng.seed(config.seed, step=0, rank=seat.rank)

@@ -35,6 +35,7 @@ class Run:
     steps: int = 0
     done: int = 0
     warmup_steps: int = 0
+    mtbf_s: float | None = None
 
 
 class Step:

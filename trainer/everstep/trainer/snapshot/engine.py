@@ -63,6 +63,7 @@ class Wishes:
 
     def __init__(self) -> None:
         self.asked = False
+        self.write_s: float | None = None
         self.keep = 3
         self.at_end = False
         self.wait_when_busy = False
@@ -147,7 +148,8 @@ class Engine:
             self.last_error = None
             self.newest = request.id
             if self._first:
-                self._outside.committed(marker, time.perf_counter() - begin, request.stall_s)
+                write_s = self._wishes.write_s = time.perf_counter() - begin
+                self._outside.committed(marker, write_s, request.stall_s)
 
     def _failed(self, id_: SnapshotId, why: str) -> None:
         self.last_error = why

@@ -157,3 +157,53 @@ def test_a_job_that_is_done_stops_counting() -> None:
     first = spent(world)
     world.run(50)
     assert spent(world) == first
+
+
+def test_growing_at_a_snapshot_loses_next_to_nothing_and_is_no_failure() -> None:
+    world = World(NAMES)
+    world.snapshot_every = 10
+    world.launch_all(NAMES[:2], nnodes=(2, 3))
+    world.until(world.training)
+    world.launch("c", nnodes=(2, 3))
+    world.until(lambda: len(world.members()) == 3)
+    world.until(world.training)
+    world.run(5)
+    found = spent(world)
+    assert found["detection"] == 0
+    assert found["lost_work"] <= 2 * STEP_S
+    assert recoveries(world) == []
+
+
+def test_a_frozen_node_is_lost_time_from_its_last_step_on() -> None:
+    world = running()
+    world.until(lambda: world.steps() >= 13)
+    frozen_s = world.now_s
+    world.freeze(world.members()[1])
+    world.until(lambda: world.failures() and world.failures()[-1].closed_at_s, within=120)
+    world.run(3)
+    (recovery,) = recoveries(world)
+    assert recovery.began_at_s == pytest.approx(frozen_s, abs=1.5)
+    assert dict.fromkeys(name for name, _, _ in recovery.phases).keys() >= {"detection", "start"}
+    found = spent(world)
+    assert found["detection"] == pytest.approx(
+        recovery.incident.detected_at_s - recovery.began_at_s, abs=0.01
+    )
+    assert found["lost_work"] == pytest.approx(3 * STEP_S, abs=2 * STEP_S)
+
+
+def test_a_generation_that_never_stepped_is_not_productive() -> None:
+    world = running()
+    world.until(lambda: world.steps() >= 13)
+    world.kill_rank(0)
+    world.until(lambda: world.job().generation == 2)
+    world.run(TICK_S)
+    world.kill_rank(0)
+    world.until(world.training)
+    world.run(3)
+    assert world.job().generation == 3
+    found = spent(world)
+    assert found["start"] >= START_S
+    both = recoveries(world)
+    assert [r.generation for r in both] == [3, 3]
+    assert both[0].resumed_at_s == both[1].resumed_at_s
+    assert both[0].began_at_s < both[1].began_at_s

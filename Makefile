@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test lint types fmt bench chaos docs package clean
+.PHONY: setup demo test lint types fmt bench bench-peers chaos docs package clean
 
 setup: $(READY)
 
@@ -35,6 +35,10 @@ fmt: setup
 
 bench: setup
 	$(BIN)/python tests/bench/run_all.py $(ARGS)
+
+# Installs the products that the benchmarks compare with, each in a venv of its own.
+bench-peers: setup
+	$(BIN)/python tests/bench/peers/install.py $(ARGS)
 
 chaos: setup
 	$(BIN)/python -m tests.chaos $(ARGS)

@@ -65,5 +65,16 @@ def test_decisions_are_numbered_without_a_gap() -> None:
 
 def test_make_has_the_verbs_that_the_pages_name() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for verb in ("setup", "demo", "test", "lint", "types", "fmt", "bench", "chaos", "docs"):
+    for verb in (
+        "setup",
+        "demo",
+        "test",
+        "lint",
+        "types",
+        "fmt",
+        "bench",
+        "bench-peers",
+        "chaos",
+        "docs",
+    ):
         assert re.search(rf"^{verb}:", makefile, flags=re.MULTILINE), verb

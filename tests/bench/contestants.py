@@ -1,7 +1,6 @@
-"""Who is to bring a run back: everstep, or plain torchrun, on the same training script.
+"""Who is to bring a run back: everstep here, the launchers of others in `peers.launchers`.
 
-Either starts launchers on "nodes" of this machine; each process of a node carries the node's mark
-in its environment, so that a node can be frozen as a whole.
+Each starts launchers on "nodes" of this machine; a node can be frozen as a whole.
 """
 
 from __future__ import annotations
@@ -9,22 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Self
-
-from tests.bench.processes import free_port, listens
+from typing import ClassVar, Protocol, Self
 
 from everstep.cli.api import Api
 from everstep.cli.demo.cluster import Cluster
-from everstep.launch import reaper
 
 RUN = "bench"
-_MARK = "EVERSTEP_BENCH"
+LATER = "comes with re-forming in place"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +30,24 @@ class Shape:
 
 
 class Contestant(Protocol):
-    """A run in progress."""
+    """A run in progress.
+
+    `cannot` has the figures that it can't have, and why; `same` those that are another one's, as
+    it knows no other way; `tuned` what was set or changed for it; `trainer` what the training
+    script is configured with for a figure.
+    """
+
+    cannot: ClassVar[Mapping[str, str]]
+    same: ClassVar[Mapping[str, str]]
+    tuned: ClassVar[str]
+    trainer: ClassVar[Mapping[str, Mapping[str, float]]]
+
+    def __init__(self, folder: Path, shape: Shape, config: Path) -> None: ...
+
+    @classmethod
+    def missing(cls) -> str:
+        """Return why it is not there, nothing when it is."""
+        ...
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *exc: object) -> None: ...
@@ -53,6 +63,19 @@ class Contestant(Protocol):
 
 class Everstep:
     """A coordinator, and an agent and a launcher on each node."""
+
+    cannot: ClassVar[Mapping[str, str]] = {
+        f"{prefix}{name}": LATER
+        for prefix in ("", "one_node_")
+        for name in ("rank_kill_all_s", "rank_kill_survivor_s", "rank_stop_all_s")
+    }
+    same: ClassVar[Mapping[str, str]] = {}
+    tuned: ClassVar[str] = ""
+    trainer: ClassVar[Mapping[str, Mapping[str, float]]] = {}
+
+    @classmethod
+    def missing(cls) -> str:
+        return ""
 
     def __init__(self, folder: Path, shape: Shape, config: Path) -> None:
         self._cluster = Cluster(folder)
@@ -94,68 +117,6 @@ class Everstep:
             "committed_s": incident["committed_at_s"] - at_s,
             "ranks_started_s": max(started, default=at_s) - at_s,
         }
-
-
-class PlainTorchrun:
-    """Launchers alone. One node is torchrun's --standalone; several meet at the first one's."""
-
-    def __init__(self, folder: Path, shape: Shape, config: Path) -> None:
-        self._folder = folder
-        self._shape = shape
-        self._config = config
-        self._token = f"{os.getpid()}.{time.monotonic_ns()}"
-        self._launchers: list[subprocess.Popen[bytes]] = []
-        self._port = free_port()
-
-    def __enter__(self) -> Self:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.__exit__)
-            self._launch(0)
-            end_s = time.monotonic() + 60
-            while self._shape.nodes > 1 and not listens(self._port):
-                if time.monotonic() > end_s:
-                    raise RuntimeError(f"torchrun did not start; see {self._folder}")
-                time.sleep(0.05)
-            for number in range(1, self._shape.nodes + self._shape.spares):
-                self._launch(number)
-            stack.pop_all()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        reaper.kill_marked(f"{_MARK}={self._token}.")
-        for launcher in self._launchers:
-            launcher.wait(10)
-
-    def nodes(self) -> list[list[int]]:
-        return [reaper.marked(self._mark(i)) for i in range(len(self._launchers))]
-
-    def parts(self, _: float, /) -> dict[str, float]:
-        return {}
-
-    def _mark(self, number: int) -> str:
-        return f"{_MARK}={self._token}.{number}."
-
-    def _launch(self, number: int) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=3"]
-        if self._shape.nodes == 1:
-            command += ["--standalone"]
-        else:
-            command += [f"--nnodes={self._shape.nodes}", "--rdzv-backend=c10d", f"--rdzv-id={RUN}"]
-            command += [f"--rdzv-endpoint=127.0.0.1:{self._port}", "--local-addr=127.0.0.1"]
-        name, _, value = self._mark(number).partition("=")
-        # Without it torch 2.13 lets a restarted rank read its predecessor's addresses: it hangs.
-        environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", name: value}
-        with (self._folder / f"node{number}.log").open("wb") as log:
-            launcher = subprocess.Popen(
-                [*command, *_script(self._shape, self._config)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, **environ},
-            )
-        self._launchers.append(launcher)
 
 
 def _script(shape: Shape, config: Path) -> list[str]:

@@ -174,6 +174,8 @@ class AgentLink:
     def _open(self, sock: socket.socket) -> None:
         sock.settimeout(_OPEN_S)
         sock.connect(str(self.path))
+        if self._closing.is_set():  # its descriptors may not be ours to send any more
+            raise ConnectionAbortedError("closed")
         self._take_queue()  # it was meant for the connection before
         hello = frame(self._hello)
         sent = socket.send_fds(sock, [hello], self._fds)

@@ -114,7 +114,7 @@ class MemoryKeeper:
         self._close_fds()
 
 
-def fetch(path: Path, job: str, rank: int, *, timeout_s: float) -> list[int]:
+def fetch(path: Path, job: str, rank: int, *, timeout_s: float = 5.0) -> list[int]:
     """Return descriptors of what the agent holds for a rank of this user's job, in order.
 
     They are the caller's to close; an empty list means that it holds nothing. Raises WireError

@@ -277,6 +277,22 @@ def test_notes_of_another_job_do_not_count(
     assert "those of rank 1" in (lead.done().why or "")
 
 
+def test_parts_of_an_earlier_attempt_do_not_count(
+    start_writer: StartWriter, make_rank: MakeRank, place: Path
+) -> None:
+    start_writer()
+    lead, peer = make_rank(), make_rank(1)
+    peer.order(place, 1, parts=2)
+    assert peer.part().why is None
+    lead.order(place, 1, parts=2, attempt=1)
+    assert lead.part().why is None
+    assert lead.replies.empty()
+    peer.order(place, 1, parts=2, attempt=1)
+    assert peer.part().why is None
+    assert lead.done().why is None
+    assert good(place) == ["s000001-g1"]
+
+
 def test_a_damaged_note_is_an_error_not_a_part(
     start_writer: StartWriter, make_rank: MakeRank, place: Path
 ) -> None:

@@ -126,6 +126,32 @@ def wait_for(pidfd: int) -> None:
     assert poll.poll(DEADLINE_S * 1000), "the process does not end"
 
 
+def test_many_saves_leave_nothing_behind_in_the_writer(
+    start_writer: StartWriter, make_rank: MakeRank, place: Path
+) -> None:
+    writer = start_writer()
+    rank = make_rank()
+    held = []
+    for step in range(1, 31):
+        assert rank.save(place, step, slot=step % 2).why is None
+        if step in (10, 30):
+            # The thread of a save ends just after its answer.
+            deadline(lambda: len(list(Path(f"/proc/{writer.pid}/task").iterdir())) == 1)
+            maps = Path(f"/proc/{writer.pid}/maps").read_text().count("memfd:slot")
+            held.append((len(list(Path(f"/proc/{writer.pid}/fd").iterdir())), maps))
+    assert held[0] == held[1]
+
+
+def test_a_store_is_reached_from_the_writer_too(
+    start_writer: StartWriter, make_rank: MakeRank
+) -> None:
+    start_writer()
+    done = make_rank().save("memory://run", 1)
+    assert done.why is None
+    assert done.marker is not None
+    assert [p.rank for p in done.marker.parts] == [0]
+
+
 def test_it_starts_without_heavy_modules() -> None:
     code = (
         "import sys\n"

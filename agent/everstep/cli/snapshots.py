@@ -202,25 +202,35 @@ class _DamagedError(VerbError):
 def _reading(where: str) -> Iterator[Place]:
     """Give the place that PATH means; errors of the disk or store become one line."""
     try:
-        from everstep.snapshots.places import open_place
         from everstep.snapshots.sealed import SnapshotError
     except ImportError as exc:
         raise VerbError(
             f"snapshots need the package {exc.name}: pip install 'everstep[trainer]'"
         ) from exc
     try:
-        place = open_place(where)
-        if "snapshots" in place.names():
-            place = open_place(f"{where.rstrip('/')}/snapshots")
-        if not place.names():
-            raise WrongRequestError(f"{where}: there are no snapshots")
-        yield place
+        yield _opened(where)
     except SnapshotError as exc:
         raise WrongRequestError(str(exc)) from exc
     except ImportError as exc:
         raise VerbError(f"{exc}: pip install 'everstep[trainer]'") from exc
     except OSError as exc:
         raise VerbError(f"{exc.filename or where}: {exc.strerror or exc}") from exc
+    except Exception as exc:
+        # A store's library has errors of its own, e.g. for credentials that are missing.
+        if "://" not in where or isinstance(exc, (VerbError, typer.Exit)):
+            raise
+        raise VerbError(f"{where}: {type(exc).__name__}: {exc}") from exc
+
+
+def _opened(where: str) -> Place:
+    from everstep.snapshots.places import open_place
+
+    place = open_place(where)
+    if "snapshots" in place.names():
+        place = open_place(f"{where.rstrip('/')}/snapshots")
+    if not place.names():
+        raise WrongRequestError(f"{where}: there are no snapshots")
+    return place
 
 
 def _entries(place: Place) -> list[Entry]:

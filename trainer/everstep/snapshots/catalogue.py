@@ -110,7 +110,9 @@ def doomed(
     others = _by_age(e for e in found if e.job != job and not e.suspect)
     last_good = {e.id for e in (good or others)[-1:]}
     never = {newest} | last_good
-    kept = never | {e.id for e in mine[-policy.keep :]} | {e.id for e in _every(good, policy)}
+    kept = (
+        never | {e.id for e in mine[-max(1, policy.keep) :]} | {e.id for e in _every(good, policy)}
+    )
     if len(good) < policy.keep:
         kept |= {e.id for e in found if e.committed and e.job != job}
     kept |= {e.id for e in found if not e.committed and _alive(e, generation, newest, in_flight)}

@@ -62,6 +62,8 @@ class Write(Order, frozen=True, kw_only=True):
     agent_socket: str = ""
     generations: str = ""
     """Folder of claimed generation numbers: a newer one there means that this writer is stale."""
+    attempt: int = 0
+    """Counts up when the same id is tried again; parts of an earlier attempt do not count."""
     suspects: list[str] = []
     """Ids that did not load or failed at once: retention does not count them as good."""
     metadata_start: int = 0

@@ -16,6 +16,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     job: str
     part: Part
+    attempt: int = 0
     why: str = ""
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 import xxhash
 
 from everstep.snapshots.faults import Faults, Point
-from everstep.snapshots.marker import FileSum
+from everstep.snapshots.marker import FileSum, sync_folder
 from everstep.snapshots.sealed import SnapshotError
 
 if TYPE_CHECKING:
@@ -175,12 +175,3 @@ def _link(partial: Path, path: Path) -> None:
         if path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
         partial.rename(path)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the folder's list of names durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

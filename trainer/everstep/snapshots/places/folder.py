@@ -83,7 +83,7 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
-            durable.sync_folder(self.path)
+            marker.sync_folder(self.path)
 
     def _is_foreign(self, folder: Path, names: set[str], mine: str, job: str) -> bool:
         owners = {name for name in names if name.startswith(OWNER)}
@@ -110,7 +110,7 @@ class Folder:
         path = self.path / id_ / name
         path.unlink(missing_ok=True)
         written = durable.write(path, data, self._faults)
-        durable.sync_folder(path.parent)
+        marker.sync_folder(path.parent)
         return written
 
     def put(self, id_: str, name: str, data: bytes, *, new: bool = False) -> None:
@@ -151,7 +151,7 @@ class Folder:
             durable.put(self.path / LATEST, f"{id_}\n".encode(), mid=None)
             return
         partial.rename(self.path / LATEST)
-        durable.sync_folder(self.path)
+        marker.sync_folder(self.path)
 
     def space(self) -> Space | None:
         """Return the file system's size and what is free of it."""

@@ -12,9 +12,12 @@ from pathlib import Path
 
 from everstep.sdk.config import ConfigError
 from everstep.snapshots import faults
-from everstep.snapshots.writer.child import GRACE_S, _listen
+from everstep.snapshots.writer.child import GRACE_S, listen
 from everstep.snapshots.writer.server import Server
 from everstep.wire.exit_codes import USAGE
+
+_NICE = 5
+"""The ranks' steps come first where a core is short."""
 
 log = logging.getLogger("everstep.snapshots.writer")
 
@@ -35,7 +38,8 @@ def main() -> None:
         sys.exit(USAGE)
     if type(planned) is not faults.Faults:
         log.warning("a fault is planned: %s", planned)
-    listener = socket.socket(fileno=asked.fd) if asked.fd is not None else _listen(asked.socket)
+    listener = socket.socket(fileno=asked.fd) if asked.fd is not None else listen(asked.socket)
+    os.nice(_NICE)
     # A terminal's Ctrl-C and a session's end go to the job; the writer is told by SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

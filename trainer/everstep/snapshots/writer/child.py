@@ -56,7 +56,7 @@ def start(folder: Path, *, environ: Mapping[str, str], grace_s: float = GRACE_S)
     """
     path = folder / SOCKET_NAME
     try:
-        listener, me = _listen(path), os.pidfd_open(os.getpid())
+        listener, me = listen(path), os.pidfd_open(os.getpid())
     except OSError as exc:
         raise SnapshotError(f"no snapshot writer on {path}: {exc.strerror or exc}") from exc
     try:
@@ -70,7 +70,8 @@ def start(folder: Path, *, environ: Mapping[str, str], grace_s: float = GRACE_S)
         os.close(me)
 
 
-def _listen(path: Path) -> socket.socket:
+def listen(path: Path) -> socket.socket:
+    """Return a socket that only this user can connect to. Raises OSError."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -92,7 +93,8 @@ def _spawn(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "everstep.snapshots.writer", *arguments],
+            # -P: a `socket.py` in the job's working folder is the job's, not ours.
+            [sys.executable, "-P", "-m", "everstep.snapshots.writer", *arguments],
             stdin=subprocess.DEVNULL,
             env=dict(environ),
             pass_fds=(listener.fileno(), me),

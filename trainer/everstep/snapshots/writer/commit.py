@@ -123,7 +123,7 @@ class Commit:
                 note = part.from_bytes(self._place.read(order.id, name), name=name)
             except FileNotFoundError:
                 continue  # a new attempt has just begun
-            if note.job != order.facts.job or note.id != order.id:
+            if (note.job, note.id, note.attempt) != (order.facts.job, order.id, order.attempt):
                 continue
             if note.why:
                 raise SnapshotError(f"rank {note.part.rank}: {note.why}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -116,6 +115,9 @@ class Coordinator:
 
 
 def _connect(run: _Run) -> AgentLink:
+    # Only here: the writer must start at once.
+    from importlib.metadata import version
+
     # Without rank and generation: that this process ends says nothing about any rank.
     hello = Hello(role="rank", version=version("everstep"), job=run.job or None)
     link = AgentLink(Path(run.socket), hello, on_message=_heard)

@@ -67,7 +67,7 @@ def write_part(
     try:
         _write_file(order, data, place)
         facts = _facts(order, write_s=time.monotonic() - begin, at_s=clock())
-        note = Note(id=order.id, job=order.facts.job, part=facts)
+        note = _note(order, facts)
         faults.at(Point.BEFORE_PART)
         place.put(order.id, part.file_name(order.rank), part.to_bytes(note))
         faults.at(Point.AFTER_PART)
@@ -100,11 +100,13 @@ def _facts(order: Write, *, write_s: float, at_s: float) -> Part:
     )
 
 
+def _note(order: Write, part_: Part, *, why: str = "") -> Note:
+    return Note(id=order.id, job=order.facts.job, attempt=order.attempt, part=part_, why=why)
+
+
 def _leave_word(order: Write, place: Place, why: str, *, at_s: float) -> None:
     """Give the space back, then say in a note that this part will not come."""
-    note = Note(
-        id=order.id, job=order.facts.job, part=_facts(order, write_s=0.0, at_s=at_s), why=why
-    )
+    note = _note(order, _facts(order, write_s=0.0, at_s=at_s), why=why)
     with contextlib.suppress(OSError):
         place.remove_file(order.id, order.file)
         place.put(order.id, part.file_name(order.rank), part.to_bytes(note))
@@ -145,8 +147,8 @@ def plain(exc: Exception, where: str) -> str:
     """Return an error of a disk or a store in the words of a person, with what it was about."""
     if isinstance(exc, SnapshotError):
         return str(exc)
-    if isinstance(exc, FileNotFoundError):
-        return f"{exc.filename or where}: the snapshot's folder was deleted while it was written"
+    if isinstance(exc, FileNotFoundError) and exc.filename:
+        return f"{exc.filename}: the snapshot's folder was deleted while it was written"
     text = getattr(exc, "strerror", None) or f"{type(exc).__name__}: {exc}"
     advice = ""
     if isinstance(exc, OSError) and exc.errno in _FULL:

@@ -33,6 +33,24 @@ class _Key(NamedTuple):
     rank: int
 
 
+class _Save(NamedTuple):
+    """One order, who gave it and the memory that it is about; `begin_s` is monotonic."""
+
+    order: Write
+    connection: Connection
+    data: memoryview
+    metadata: bytes
+    begin_s: float
+
+    @property
+    def key(self) -> _Key:
+        return _Key(self.order.place, self.order.id, self.order.rank)
+
+    @property
+    def took_s(self) -> float:
+        return time.monotonic() - self.begin_s
+
+
 class Saves:
     """Starts saves and knows which are in flight."""
 
@@ -47,7 +65,6 @@ class Saves:
 
     def begin(self, connection: Connection, order: Write) -> None:
         """Start one; what cannot be started is answered at once."""
-        key = _Key(order.place, order.id, order.rank)
         try:
             check(order)
             slot = connection.slot(order.slot)
@@ -55,17 +72,13 @@ class Saves:
             metadata = order.metadata
             if order.metadata_bytes:
                 metadata = bytes(slot.range(order.metadata_start, order.metadata_bytes))
-            self._admit(key)
+            save = _Save(order, connection, data, metadata, time.monotonic())
+            self._admit(save.key)
         except SnapshotError as exc:
             _refuse(connection, order, str(exc))
             return
-        save = threading.Thread(
-            target=self._run,
-            args=(connection, order, data, metadata, key),
-            name=f"everstep-save-{order.id}-{order.rank}",
-            daemon=True,
-        )
-        save.start()
+        name = f"everstep-save-{order.id}-{order.rank}"
+        threading.Thread(target=self._run, args=(save,), name=name, daemon=True).start()
 
     def _admit(self, key: _Key) -> None:
         with self._changed:
@@ -91,25 +104,25 @@ class Saves:
 
     # ------------------------------------------------------------------------------------
 
-    def _run(
-        self, connection: Connection, order: Write, data: memoryview, metadata: bytes, key: _Key
-    ) -> None:
-        begin = time.monotonic()
+    def _run(self, save: _Save) -> None:
         try:
-            place, why = self._part(order, data)
-            data.release()
-            took_s = time.monotonic() - begin
-            told = connection.send(PartDone(id=order.id, slot=order.slot, write_s=took_s, why=why))
-            if why and not told:
-                self._coordinator.failed(order, why)
+            place, why = self._part(save.order, save.data)
+            save.data.release()
+            self._answer(
+                save, PartDone(id=save.order.id, slot=save.order.slot, write_s=save.took_s, why=why)
+            )
             with self._changed:
                 self._changed.notify_all()
-            if order.lead:
-                self._lead(connection, order, metadata, place, why, begin)
+            if save.order.lead:
+                self._lead(save, place, why)
         finally:
             with self._changed:
-                self._in_flight.discard(key)
+                self._in_flight.discard(save.key)
                 self._changed.notify_all()
+
+    def _answer(self, save: _Save, reply: PartDone | Done) -> None:
+        if not save.connection.send(reply) and reply.why:
+            self._coordinator.failed(save.order, reply.why)
 
     def _part(self, order: Write, data: memoryview) -> tuple[Place | None, str | None]:
         place = None
@@ -126,35 +139,23 @@ class Saves:
             return place, f"{type(exc).__name__}: {exc}"
         return place, None
 
-    def _lead(
-        self,
-        connection: Connection,
-        order: Write,
-        metadata: bytes,
-        place: Place | None,
-        why: str | None,
-        begin: float,
-    ) -> None:
-        found = None
+    def _lead(self, save: _Save, place: Place | None, why: str | None) -> None:
+        order, found = save.order, None
         if place is not None and why is None:
-            found, why = self._commit(order, metadata, place)
-        took_s = time.monotonic() - begin
+            found, why = self._commit(save, place)
         if found is not None:
-            self._coordinator.committed(order, found, took_s)
-        told = connection.send(Done(id=order.id, write_s=took_s, why=why, marker=found))
-        if why and not told:
-            self._coordinator.failed(order, why)
+            self._coordinator.committed(order, found, save.took_s)
+        self._answer(save, Done(id=order.id, write_s=save.took_s, why=why, marker=found))
         if found is not None and place is not None:
             with self._changed:
                 in_flight = {k.id for k in self._in_flight if k.place == order.place}
             self._retention.apply(order, found, place, in_flight - {order.id})
 
-    def _commit(
-        self, order: Write, metadata: bytes, place: Place
-    ) -> tuple[Marker | None, str | None]:
+    def _commit(self, save: _Save, place: Place) -> tuple[Marker | None, str | None]:
+        order = save.order
         commit = Commit(
             order,
-            metadata,
+            save.metadata,
             place,
             faults=self._faults,
             pause=self._pause,

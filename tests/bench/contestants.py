@@ -146,7 +146,7 @@ def ranks(nodes: Sequence[Sequence[int]]) -> list[Rank]:
 def _rank_of(pid: int) -> int | None:
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        leads = os.getpgid(pid) == pid
+        leads = os.getpgid(pid) == pid and not reaper.is_shim(pid)
     except OSError:
         return None
     numbers = [int(e.removeprefix(b"RANK=")) for e in entries if e.startswith(b"RANK=")]

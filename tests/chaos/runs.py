@@ -171,7 +171,7 @@ class Weather:
 
 def rank_pids(node: Node) -> list[int]:
     """Return the pids of a node's ranks: its processes with a RANK in their environment."""
-    return [pid for pid in node.pids() if "RANK" in environment(pid)]
+    return [pid for pid in node.pids() if "RANK" in environment(pid) and not reaper.is_shim(pid)]
 
 
 def environment(pid: int) -> dict[str, str]:

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,10 +22,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from everstep.launch import logs
 from everstep.launch.leave import leave, say
-from everstep.launch.ranks import Ended, Ranks
+from everstep.launch.ranks import Ended, Ranks, Started, as_ended, child_end
 from everstep.launch.seat import Leave, Parked, Seat, Train
 from everstep.launch.stores import GenerationStores, PlanStore
 from everstep.launch.terms import Terms, read_terms
+from everstep.launch.warm.opening import close_pool, the_pool
 from everstep.wire.exit_codes import DONE, UNAVAILABLE
 from everstep.wire.link import AgentLink
 from everstep.wire.messages import (
@@ -44,6 +46,7 @@ from everstep.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
     from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -139,6 +142,8 @@ class EverstepRendezvous(RendezvousHandler):
             self._link.start()
             self._await_agent()
             self._ranks = Ranks(self._rank_ended)
+            if (pool := the_pool()) is not None:
+                self._ranks.take_along(pool.nurseries(), pool.folder)
             self._listen_for_signals(self._ranks)
         return self._ranks
 
@@ -209,7 +214,10 @@ class EverstepRendezvous(RendezvousHandler):
             code: int | None = handlers[local_rank].proc.returncode if handlers else None
             return code
 
-        ranks.started(plan.generation, pids, returncode)
+        started = [_started(pid, partial(returncode, i)) for i, pid in enumerate(pids)]
+        if (pool := the_pool()) is not None:
+            ranks.take_along(pool.nurseries())
+        ranks.started(plan.generation, started)
         if self._seat.outdated:
             ranks.superseded()
         first = self._first_rank[plan.generation]
@@ -217,7 +225,7 @@ class EverstepRendezvous(RendezvousHandler):
             RanksStarted(
                 nonce=plan.job,
                 generation=plan.generation,
-                pids=pids,
+                pids=[rank.pid for rank in started],
                 ranks=[first + i for i in range(len(pids))],
             )
         )
@@ -277,6 +285,7 @@ class EverstepRendezvous(RendezvousHandler):
 
     def _close(self, flush_s: float = 0.0) -> None:
         self._link.close(flush_s=flush_s)
+        close_pool()
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.clear()
@@ -342,6 +351,15 @@ class EverstepRendezvous(RendezvousHandler):
         self._link.send(
             StoreBound(nonce=order.nonce, generation=order.generation, address=where, port=port)
         )
+
+
+def _started(child: int, returncode: Callable[[], int | None]) -> Started:
+    """Return the rank that torchrun's child is, or stands before."""
+    pool = the_pool()
+    rank = pool.behind(child) if pool is not None else None
+    if rank is None:
+        return Started(child, child, child_end(child, returncode))
+    return Started(rank.pid, child, lambda: as_ended(rank.wait_end()))
 
 
 def started_pids(workers: list[Any], before: list[Any]) -> list[int]:

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
+from everstep.launch.warm import opening as warm
+
 TAIL_LINES = 20
 _TAIL_BYTES = 16 * 1024
 _MAX_ERROR_FILE, _END_CHARS = 32 * 1024 * 1024, 8 * 1024
@@ -46,9 +48,11 @@ class EverstepLogs(DefaultLogsSpecs):
         if redirects == Std.NONE and tee == Std.NONE:
             tee = Std.ERR
         super().__init__(log_dir, redirects, tee, local_ranks_filter)
+        warm.open_pool()
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return where each local rank's streams go, and remember it for `evidence`."""
+        warm.hide_from_ranks()
         generation = int(os.environ.get("EVERSTEP_GENERATION", "0"))
         named = {
             rank: {**env, "TORCHELASTIC_RESTART_COUNT": f"g{generation}"}

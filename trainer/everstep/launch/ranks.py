@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 KILL_AFTER_S = 2.0
+_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +41,42 @@ class Ended:
     at_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """One rank as torchrun started it, and who knows how it ends.
+
+    `pid` is the rank's own; `child` is torchrun's child: the rank itself, or the shim before it.
+    `wait_end` waits for the end and returns (exit code, signal), both None when nobody knows.
+    """
+
+    pid: int
+    child: int
+    wait_end: Callable[[], tuple[int | None, int | None]]
+
+
 @dataclass(slots=True)
 class _Rank:
     pid: int
     pidfd: int | None
+    child: int
+    child_pidfd: int | None
     ended: bool = False
     succeeded_at: float | None = None
 
     def kill_group(self) -> None:
         """SIGKILL the rank's process group, unless its number may be somebody else's by now."""
-        if self.ended or self.pidfd is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, 0)
-            reaper.kill_group(self.pid)
+        if not self.ended:
+            _kill_group(self.pid, self.pidfd)
+
+    def kill_child(self) -> None:
+        """SIGKILL torchrun's child: a shim that is stopped can't end as its rank has."""
+        _kill_group(self.child, self.child_pidfd)
 
     def close(self) -> None:
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
+        for pidfd in (self.pidfd, self.child_pidfd):
+            if pidfd is not None:
+                os.close(pidfd)
+        self.pidfd = self.child_pidfd = None
 
 
 @dataclass(slots=True)
@@ -94,27 +112,31 @@ class Ranks:
             start_new_session=True,
         )
 
-    def started(
-        self, generation: int, pids: Sequence[int], returncode: Callable[[int], int | None]
-    ) -> None:
-        """Watch the ranks that torchrun has started, in order of local rank.
-
-        `returncode(local_rank)` is what torchrun knows of a rank that it reaped before we looked.
-        """
-        current = _Generation(generation, [_Rank(p, _pidfd(p)) for p in pids])
-        pipe = self._pipe()
-        for pid in pids:
-            pipe.write(f"+{pid}\n")
-        pipe.flush()
+    def started(self, generation: int, ranks: Sequence[Started]) -> None:
+        """Watch the ranks that torchrun has started, in order of local rank."""
+        current = _Generation(
+            generation,
+            [_Rank(r.pid, _pidfd(r.pid), r.child, _pidfd(r.child)) for r in ranks],
+        )
+        self.take_along(sorted({pid for r in ranks for pid in (r.pid, r.child)}))
         with self._changed:
             self._current = current
-        for local_rank in range(len(pids)):
+        for local_rank, rank in enumerate(ranks):
             threading.Thread(
                 target=self._await_end,
-                args=(current, local_rank, returncode),
+                args=(current, local_rank, rank.wait_end),
                 name=f"everstep-wait-{local_rank}",
                 daemon=True,
             ).start()
+
+    def take_along(self, pids: Sequence[int], folder: Path | None = None) -> None:
+        """Have the reaper kill these process groups, and remove a folder, after our own end."""
+        pipe = self._pipe()
+        for pid in pids:
+            pipe.write(f"+{pid}\n")
+        if folder is not None:
+            pipe.write(f"{folder}\n")
+        pipe.flush()
 
     def superseded(self) -> None:
         """A newer plan is in force, or the job is over: these ranks must not go on."""
@@ -161,10 +183,10 @@ class Ranks:
         self,
         generation: _Generation,
         local_rank: int,
-        returncode: Callable[[int], int | None],
+        wait_end: Callable[[], tuple[int | None, int | None]],
     ) -> None:
         pid = generation.ranks[local_rank].pid
-        exit_code, killed_by = _how_it_ended(pid) or _as_ended(returncode(local_rank))
+        exit_code, killed_by = wait_end()
         ended = Ended(local_rank, pid, exit_code, killed_by, time.time())
         with self._changed:
             generation.ranks[local_rank].ended = True
@@ -185,7 +207,9 @@ class Ranks:
                 if current is not None and due is not None and due <= now:
                     for rank in current.ranks:
                         rank.kill_group()
-                    self._changed.wait(0.5)
+                    self._changed.wait(_AGAIN_S)
+                    for rank in current.ranks:
+                        rank.kill_child()
                 else:
                     self._changed.wait(None if due is None else due - now)
 
@@ -212,6 +236,24 @@ def _pidfd(pid: int) -> int | None:
         return None  # it ended and was reaped already
 
 
+def child_end(
+    pid: int, returncode: Callable[[], int | None]
+) -> Callable[[], tuple[int | None, int | None]]:
+    """Return what waits for the end of torchrun's child, for `Started.wait_end`.
+
+    `returncode()` is what torchrun knows of one that it reaped before we looked.
+    """
+    return lambda: _how_it_ended(pid) or as_ended(returncode())
+
+
+def _kill_group(pid: int, pidfd: int | None) -> None:
+    """SIGKILL a process group, unless its number may be somebody else's by now."""
+    if pidfd is not None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, 0)
+            reaper.kill_group(pid)
+
+
 def _how_it_ended(pid: int) -> tuple[int | None, int | None] | None:
     """Wait for a child's end without taking its status from torchrun; (exit code, signal).
 
@@ -228,7 +270,7 @@ def _how_it_ended(pid: int) -> tuple[int | None, int | None] | None:
     return None, result.si_status
 
 
-def _as_ended(returncode: int | None) -> tuple[int | None, int | None]:
+def as_ended(returncode: int | None) -> tuple[int | None, int | None]:
     """Split Popen's return code; unknown stays unknown and is never taken for success."""
     if returncode is None:
         return None, None

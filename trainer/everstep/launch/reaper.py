@@ -1,16 +1,19 @@
 """Outlives a killed launcher by a second, to take its ranks along. Standard library only.
 
 Started by the launcher as `python -I -S reaper.py NAME=VALUE` with a pipe as standard input. The
-launcher writes `+PID` for each rank that it starts. At the end of the pipe, however the launcher
-ended, the ranks' process groups and every process whose environment has an entry that begins with
-this mark are killed: ranks live in sessions of their own and would otherwise train on alone.
+launcher writes `+PID` for each rank that it starts, and the path of a folder that it has made. At
+the end of the pipe, however the launcher ended, the ranks' process groups and every process whose
+environment has an entry that begins with this mark are killed, and the folder is removed: ranks
+live in sessions of their own and would otherwise train on alone.
 """
 
 import os
+import shutil
 import signal
 import sys
 import time
 
+SHIM = "everstep-shim"
 _ROUNDS, _PAUSE_S = 5, 0.1
 
 
@@ -39,6 +42,37 @@ def kill_group(pid: int) -> None:
         return
 
 
+def has_ended(pid: int) -> bool:
+    """Return whether a process is gone, or a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123  as above
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def is_shim(pid: int) -> bool:
+    """Return whether this process only stands in for a rank: both have the rank's environment."""
+    try:
+        with open(f"/proc/{pid}/comm") as file:  # noqa: PTH123  as above
+            return file.read().strip() == SHIM
+    except OSError:
+        return False
+
+
+def kill_session(sid: int) -> None:
+    """SIGKILL every process of the session that `sid` leads, or led."""
+    kill_group(sid)
+    for name in os.listdir("/proc"):  # noqa: PTH208  as above
+        if not name.isdigit():
+            continue
+        try:
+            if os.getsid(int(name)) == sid:
+                os.kill(int(name), signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
 def kill_marked(mark: str) -> int:
     """SIGKILL what carries the mark until nothing is left; return how many were killed.
 
@@ -64,7 +98,11 @@ def main(mark: str) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     leaders: dict[int, int] = {}
+    folder = ""
     for line in sys.stdin:
+        if not line.startswith("+"):
+            folder = line.removesuffix("\n")
+            continue
         pid = int(line[1:])
         try:
             leaders[pid] = os.pidfd_open(pid)
@@ -78,6 +116,8 @@ def main(mark: str) -> None:
         kill_group(pid)
     time.sleep(_PAUSE_S)
     kill_marked(mark)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

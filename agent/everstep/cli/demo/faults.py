@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
+from everstep.launch import reaper
+
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
@@ -59,7 +61,7 @@ def rank_pids(node: Node) -> list[tuple[int, int]]:
         except OSError:
             continue
         ranks = [e.removeprefix(b"RANK=") for e in entries if e.startswith(b"RANK=")]
-        if ranks and os.getpgid(pid) == pid:
+        if ranks and os.getpgid(pid) == pid and not reaper.is_shim(pid):
             found.append((int(ranks[0]), pid))
     return sorted(found)
 

@@ -85,7 +85,10 @@ def test_a_stopped_sibling_of_a_killed_rank_costs_two_seconds_not_thirty(
 
 def test_a_newer_plan_stops_ranks_that_ignore_sigterm(cluster: Cluster) -> None:
     script = cluster.folder / "deaf.py"
-    script.write_text("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(600)\n")
+    script.write_text(
+        "import os, signal, time\nsignal.signal(15, signal.SIG_IGN)\n"
+        "open(os.environ['TMPDIR'] + '/deaf', 'w').close()\ntime.sleep(600)\n"
+    )
     a, b = cluster.node("a"), cluster.node("b")
     launcher = cluster.torchrun("a", script)
     cluster.torchrun("b", script)
@@ -93,6 +96,7 @@ def test_a_newer_plan_stops_ranks_that_ignore_sigterm(cluster: Cluster) -> None:
     b.expect(Join)
     cluster.commit(1, ["a"])
     (pid,) = a.expect(RanksStarted).pids
+    wait_until("a rank that hears no SIGTERM", (cluster.folder / "deaf").exists)
     cluster.commit(2, ["b"], evicted=("a",))
     wait_until("the old rank's end", lambda: not alive(pid), 20)
     ended = a.expect(RankEnded)
@@ -109,13 +113,15 @@ def test_a_script_that_ends_with_zero_when_told_to_stop_has_not_succeeded(
 ) -> None:
     script = cluster.folder / "polite.py"
     script.write_text(
-        "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(0))\ntime.sleep(600)\n"
+        "import os, signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(0))\n"
+        "open(os.environ['TMPDIR'] + '/polite', 'w').close()\ntime.sleep(600)\n"
     )
     a = cluster.node("a")
     cluster.torchrun("a", script)
     a.expect(Join)
     cluster.commit(1, ["a"])
     a.expect(RanksStarted)
+    wait_until("a rank that is polite", (cluster.folder / "polite").exists)
     cluster.commit(2, ["a"])
     assert a.expect(RanksStarted).generation == 2
     assert a.count(GroupSucceeded) == 0

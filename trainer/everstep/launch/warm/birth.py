@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from everstep.launch.warm.frames import Message
 
@@ -53,7 +53,7 @@ def become(
     _take_limits(ask.numbers("limits"))
     os.sched_setaffinity(0, ask.numbers("cpus"))
     _take_environment(environ)
-    _show_environment(environ)
+    _show([os.fsencode(sys.orig_argv[0]), *ask.fields["argv"]], environ)
     argv = [os.fsdecode(word) for word in ask.fields["argv"]]
     sys.argv[1:] = argv[3:] if argv[1] == "-m" else argv[2:]
     sys.orig_argv[1:] = argv
@@ -85,30 +85,25 @@ def _take_environment(environ: Mapping[bytes, bytes]) -> None:
         os.environb[name] = value
 
 
-def _show_environment(environ: Mapping[bytes, bytes]) -> None:
-    """Let /proc/PID/environ show the rank's own: what looks for its processes looks there.
+def _show(argv: Sequence[bytes], environ: Mapping[bytes, bytes]) -> None:
+    """Let /proc/PID/cmdline and environ show the rank's own: what looks for it looks there.
 
-    Kernels without CONFIG_CHECKPOINT_RESTORE refuse; then it shows the nursery's.
+    Kernels without CONFIG_CHECKPOINT_RESTORE refuse; then both show the nursery's.
     """
-    block = b"".join(name + b"=" + value + b"\0" for name, value in environ.items())
+    words = b"".join(word + b"\0" for word in argv)
+    variables = b"".join(name + b"=" + value + b"\0" for name, value in environ.items())
     # Private memory, never freed: the kernel reads it for as long as this process lives.
-    room = mmap.mmap(-1, max(1, len(block)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    room.write(block)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    room = mmap.mmap(-1, len(words) + len(variables), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room.write(words + variables)
     _kept.append(room)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    between = start + len(words)
     stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    field = {number: int(stat[number - 3]) for number in (26, 27, 28, 45, 46, 47, 48, 49)}
+    code_and_data = [int(stat[number - 3]) for number in (26, 27, 45, 46, 47)]
+    start_stack = int(stat[28 - 3])
     _libc.sbrk.restype = ctypes.c_void_p
-    layout = _MM_MAP.pack(
-        *(field[n] for n in (26, 27, 45, 46, 47)),
-        _libc.sbrk(0),
-        *(field[n] for n in (28, 48, 49)),
-        start,
-        start + len(block),
-        0,
-        0,
-        0xFFFFFFFF,
-    )
+    places = [*code_and_data, _libc.sbrk(0), start_stack, start, between, between]
+    layout = _MM_MAP.pack(*places, between + len(variables), 0, 0, 0xFFFFFFFF)
     _libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, layout, ctypes.c_ulong(len(layout)), 0)
 
 
@@ -119,6 +114,7 @@ def _start_anew() -> None:
     """Forget what must not be alike in two ranks, or tells of the nursery's time."""
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # from the kernel's entropy, as at import; `random` does it itself
+    sys.modules["torch"].default_generator.seed()  # likewise, as when torch is loaded
     logging._startTime = time.time()  # type: ignore[attr-defined]  # noqa: SLF001  no other way
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(Path(sys.executable).name[:15])

@@ -98,9 +98,6 @@ def _probe(spec: Spec) -> None:
 
 def _environment(spec: Spec, role: str) -> dict[bytes, bytes]:
     environ = stale.shared(spec.environ)
-    preload = spec.environ.get(b"EVERSTEP_PRELOAD")
-    if preload is not None:
-        environ[b"EVERSTEP_PRELOAD"] = preload
     original = environ.get(b"PYTHONPATH")
     if original is not None:
         environ[hook.PYTHONPATH.encode()] = original

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everstep.launch import reaper
-from everstep.launch.warm import birth, frames, stale
+from everstep.launch.warm import birth, frames, hook, stale
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,6 +34,7 @@ MODULES = (
     "torch.distributed.elastic.multiprocessing.errors", "torch.utils.data",
     "msgspec", "everstep.trainer",
 )  # fmt: skip
+_OWN_VARIABLES = {b"PYTHONPATH", hook.ROLE.encode(), hook.PYTHONPATH.encode()}
 _LOOK_AGAIN_S = 1.0
 
 
@@ -72,15 +73,12 @@ class _Nursery:
     def load(self) -> None:
         """Import it all, and tell the pool that this nursery is ready, or of no use."""
         began_s = time.monotonic()
-        before = dict(os.environb)
         try:
             _load_modules(os.environ.get(PRELOAD, ""))
         except Exception:  # noqa: BLE001  whatever a module does when it is imported
             lines = traceback.format_exc().strip().splitlines()
             self._send_useless(f"it cannot load its modules: {lines[-1]}")
-        after = dict(os.environb)
-        names = before.keys() | after.keys()
-        self._effects = {n: after.get(n) for n in names if before.get(n) != after.get(n)}
+        self._effects = _effects()
         _fork_in_vain()
         if why := self._unfit():
             self._send_useless(why)
@@ -187,7 +185,11 @@ class _Nursery:
     def _refuse(self, ask: frames.Message, why: str, *, for_good: bool = False) -> None:
         """Say no, `for_good` where another nursery would have to say so, too."""
         self._close(ask)
-        answer = {"id": ask.fields["id"], "why": [why.encode()], "for_good": frames.whole(for_good)}
+        answer = {
+            "id": ask.fields["id"],
+            "why": [why.encode()],
+            "for_good": frames.whole(int(for_good)),
+        }
         frames.send(self._sock, "refused", answer)
 
     def _close(self, ask: frames.Message) -> None:
@@ -248,9 +250,21 @@ def script_folder(ask: frames.Message) -> str:
     return script if os.path.isdir(script) else os.path.dirname(script)  # noqa: PTH112, PTH120  as above
 
 
+def _effects() -> dict[bytes, bytes | None]:
+    """Return what Python's start and our imports did to the environment; None is "removed"."""
+    at_start = Path("/proc/self/environ").read_bytes().split(b"\0")
+    before = {name: value for name, _, value in (entry.partition(b"=") for entry in at_start)}
+    after = dict(os.environb)
+    names = (before.keys() | after.keys()) - _OWN_VARIABLES - {b""}
+    return {n: after.get(n) for n in names if before.get(n) != after.get(n)}
+
+
 def _load_modules(preload: str) -> None:
     for name in MODULES:
         importlib.import_module(name)
+    trainer = sys.modules["everstep.trainer"]
+    for name in trainer.__all__:
+        getattr(trainer, name)  # it loads its parts when they are asked for
     import torch
 
     # The first optimizer pulls in much of torch._dynamo; zeros leave the random numbers alone.

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 _PER_RANK = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
-    | {"PYTHON_EXEC"}
+    | {"PYTHON_EXEC", "EVERSTEP_SOCKET", "EVERSTEP_JOB", "EVERSTEP_RUN_ID", "EVERSTEP_GENERATION"}
+    | {"EVERSTEP_RESUME", "EVERSTEP_SKIP", "EVERSTEP_NODE", "EVERSTEP_LAUNCH"}
 )
-_PER_RANK_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "EVERSTEP_")
+_PER_RANK_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/neuron", "/dev/davinci")
 

@@ -15,6 +15,7 @@ from typing import ClassVar, Protocol, Self
 
 from everstep.cli.api import Api
 from everstep.cli.demo.cluster import Cluster
+from everstep.launch import reaper
 
 RUN = "bench"
 LATER = "comes with re-forming in place"

@@ -25,7 +25,13 @@ from tests.bench.peers.venvs import PEERS, Peer
 FIGURES = {
     f"{prefix}{name}_s"
     for prefix in ("", "one_node_")
-    for name in ("rank_kill_all", "rank_kill_restart", "rank_kill_survivor", "rank_stop_all")
+    for name in (
+        "rank_kill_all",
+        "rank_kill_restart",
+        "rank_kill_survivor",
+        "rank_stop_all",
+        "rank_stop_survivor",
+    )
 } | {"node_freeze_s", "one_node_node_freeze_s"}
 
 

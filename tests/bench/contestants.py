@@ -23,11 +23,15 @@ LATER = "comes with re-forming in place"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many nodes train with how many ranks each, and how many wait beside them."""
+    """How many nodes train with how many ranks each, and how many wait beside them.
+
+    Where it `shrinks`, those that are left may go on alone.
+    """
 
     nodes: int
     ranks: int
     spares: int = 0
+    shrinks: bool = False
 
 
 class Contestant(Protocol):
@@ -68,7 +72,12 @@ class Everstep:
     cannot: ClassVar[Mapping[str, str]] = {
         f"{prefix}{name}": LATER
         for prefix in ("", "one_node_")
-        for name in ("rank_kill_all_s", "rank_kill_survivor_s", "rank_stop_all_s")
+        for name in (
+            "rank_kill_all_s",
+            "rank_kill_survivor_s",
+            "rank_stop_all_s",
+            "rank_stop_survivor_s",
+        )
     }
     same: ClassVar[Mapping[str, str]] = {}
     tuned: ClassVar[str] = ""
@@ -90,7 +99,8 @@ class Everstep:
             cluster.start_coordinator()
             nodes = [cluster.add_node(f"node{i}") for i in range(shape.nodes + shape.spares)]
             for node in nodes:
-                arguments = [f"--nnodes={shape.nodes}:{shape.nodes}", *_script(shape, self._config)]
+                least = 1 if shape.shrinks else shape.nodes
+                arguments = [f"--nnodes={least}:{shape.nodes}", *_script(shape, self._config)]
                 cluster.launch(node, RUN, arguments)
             stack.pop_all()
         return self

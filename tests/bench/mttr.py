@@ -8,9 +8,10 @@ another loop, trains the same model in one of its own. Every run is a fresh one;
 fault comes at some moment in the second after 20 steps are done, the same for all; times are wall
 clock, and the ranks put their steps' ends down themselves.
 
-A killed rank gets SIGKILL, a stopped one SIGSTOP. A frozen node is one whose every process gets
-SIGSTOP, agent and launcher included; a spare waits beside it. It is never the node that everything
-depends on: the first one, where torchrun keeps its store.
+A killed rank gets SIGKILL, a stopped one SIGSTOP. Survivors' figures are of runs that may shrink:
+the first step of those that are left. A frozen node is one whose every process gets SIGSTOP, agent
+and launcher included; a spare waits beside it. It is never the node that everything depends on: the
+first one, where torchrun keeps its store.
 """
 
 from __future__ import annotations
@@ -77,10 +78,13 @@ def freeze_node(run: Contestant) -> None:
 
 
 TWO_NODES, ONE_NODE = Shape(nodes=2, ranks=1), Shape(nodes=1, ranks=2)
+SHRINKING = Shape(nodes=2, ranks=1, shrinks=True)
 FAULTS = (
     Fault("rank_kill_all_s", TWO_NODES, kill_rank),
     Fault("rank_kill_restart_s", TWO_NODES, kill_rank),
+    Fault("rank_kill_survivor_s", SHRINKING, kill_rank),
     Fault("rank_stop_all_s", TWO_NODES, stop_rank),
+    Fault("rank_stop_survivor_s", SHRINKING, stop_rank),
     Fault("node_freeze_s", Shape(nodes=2, ranks=1, spares=1), freeze_node),
     Fault("one_node_rank_kill_all_s", ONE_NODE, kill_rank),
     Fault("one_node_rank_kill_restart_s", ONE_NODE, kill_rank),
@@ -92,13 +96,9 @@ CONTESTANTS: dict[str, type[Contestant]] = {EVERSTEP: Everstep, **LAUNCHERS}
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What one run showed; `resumed_s` is None when it did not come back, and `why` says more.
-
-    `survivors_s` is when those that were left stepped again, where that was before all did.
-    """
+    """What one run showed; `resumed_s` is None when it did not come back, and `why` says more."""
 
     resumed_s: float | None
-    survivors_s: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
     why: str = ""
 
@@ -184,15 +184,6 @@ def measure(
         put(found, name, fault.figure, form.median(r.resumed_s for r in many), why)
         if name == EVERSTEP:
             put_parts(found, fault.figure.removesuffix("_s"), many)
-        put_survivors(found, name, fault.figure, many)
-
-
-def put_survivors(found: form.Form, name: str, figure: str, many: Sequence[Recovered]) -> None:
-    """Set when those that were left went on, where they did so before all were back."""
-    value = form.median(r.survivors_s for r in many)
-    if value is not None:
-        survivor = figure.replace("_all_s", "_survivor_s").replace("freeze_s", "freeze_survivor_s")
-        put(found, name, survivor, value, f"in the runs of {figure}")
 
 
 def put_parts(found: form.Form, prefix: str, many: Sequence[Recovered]) -> None:
@@ -230,20 +221,20 @@ def run(
         time.sleep(rng.random())  # at no special moment of a step, snapshot or heartbeat
         at_s = time.time()
         fault.strike(contestant)
-        back = wait_for_recovery(training, at_s, everybody)
-        survivors_s = went_on(training, at_s, back)
+        enough = None if fault.shape.shrinks else everybody
+        back = wait_for_recovery(training, at_s, enough)
         if back is None:
-            return Recovered(None, survivors_s, why=f"no step within {GIVE_UP_S:.0f} s")
+            return Recovered(None, why=f"no step within {GIVE_UP_S:.0f} s")
         parts = contestant.parts(at_s)
     opened = [b.chapter.opened_at_s for b in ledger.read(training / "ledger")]
     parts["restored_s"] = max(opened) - at_s
     parts["steps_lost"] = back.steps_lost
     parts["step_s"] = story.median_step_s(steps(training)[:SETTLED_STEPS])
-    return Recovered(back.resumed_s, survivors_s, parts)
+    return Recovered(back.resumed_s, parts)
 
 
-def wait_for_recovery(training: Path, at_s: float, everybody: int) -> story.Recovery | None:
-    """Return how the run came back to so many ranks, None when it has not after a minute."""
+def wait_for_recovery(training: Path, at_s: float, everybody: int | None) -> story.Recovery | None:
+    """Return how the run came back, to so many ranks if said; None when not within a minute."""
     end_s = time.monotonic() + GIVE_UP_S
     while time.monotonic() < end_s:
         back = story.recovery(steps(training, everybody), at_s)
@@ -251,14 +242,6 @@ def wait_for_recovery(training: Path, at_s: float, everybody: int) -> story.Reco
             return back
         time.sleep(POLL_S)
     return None
-
-
-def went_on(training: Path, at_s: float, all_back: story.Recovery | None) -> float | None:
-    """Return when those that were left stepped again, None where nobody did before all did."""
-    first = story.recovery(steps(training), at_s)
-    if first is None or (all_back and first.resumed_s >= all_back.resumed_s):
-        return None
-    return first.resumed_s
 
 
 def wait(true: Callable[[], bool], timeout_s: float, what: str) -> None:

@@ -35,6 +35,7 @@ _RANK_FIGURES = (
     "rank_kill_restart_s",
     "rank_kill_survivor_s",
     "rank_stop_all_s",
+    "rank_stop_survivor_s",
 )
 HANG_S = 5.0
 """Timeout of the training's process group where a peer has nothing else to notice a hang with."""
@@ -142,10 +143,15 @@ class Launchers(ABC):
 class Restarting(Launchers):
     """One that starts all ranks anew after any fault, on everstep's own training script."""
 
-    cannot: ClassVar[Mapping[str, str]] = {
-        "rank_kill_survivor_s": "a fault ends all ranks",
-        "one_node_rank_kill_survivor_s": "a fault ends all ranks",
-    }
+    cannot: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (
+            "rank_kill_survivor_s",
+            "rank_stop_survivor_s",
+            "one_node_rank_kill_survivor_s",
+            "one_node_rank_stop_survivor_s",
+        ),
+        "a fault ends all ranks",
+    )
     same: ClassVar[Mapping[str, str]] = {
         "rank_kill_all_s": "rank_kill_restart_s",
         "one_node_rank_kill_all_s": "one_node_rank_kill_restart_s",
@@ -307,6 +313,7 @@ class Torchft(InVenv):
     peer: ClassVar[str] = "torchft"
     cannot: ClassVar[Mapping[str, str]] = {
         "rank_kill_restart_s": "survivors go on by design",
+        "rank_stop_all_s": "the others go on without it; nobody ends a stopped replica",
         **dict.fromkeys(
             (f"one_node_{name}" for name in _RANK_FIGURES),
             "it brings back whole replica groups: a single one is plain torchrun",

@@ -14,7 +14,7 @@ import pytest
 from tests.launch.scripted import alive, wait_until
 from tests.launch.warmed import SUBJECT, Warmed, environment, finish, ready
 
-from everstep.launch.warm.pool import PoolError
+from everstep.launch.warm.berth import PoolError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -173,7 +173,7 @@ def test_ranks_die_with_their_nursery_and_the_next_one_is_built() -> None:
         made.close()
 
 
-def test_only_an_ended_and_held_rank_is_replaced() -> None:
+def test_what_cannot_be_replaced_is_said_and_its_shim_waits() -> None:
     made = Warmed([str(SUBJECT)], environment(), Path("/tmp"))
     try:
         with pytest.raises(PoolError, match="behind no shim"):
@@ -181,8 +181,6 @@ def test_only_an_ended_and_held_rank_is_replaced() -> None:
         made.pool.hold(on=True)
         shim = made.start("sleep")
         ready(shim)
-        with pytest.raises(PoolError, match="lives still"):
-            made.pool.replace(0, {})
         made.born[0].send(signal.SIGKILL)
         wait_until("its end", lambda: made.ends)
         with pytest.raises(PoolError, match="variable OMP_NUM_THREADS has changed"):

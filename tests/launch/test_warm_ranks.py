@@ -161,5 +161,38 @@ def test_another_one_takes_its_place_behind_the_same_shim(warmed: Warmed) -> Non
     assert finish(shim).code == -signal.SIGTERM
 
 
+def test_one_that_lives_is_ended_before_it_is_replaced(warmed: Warmed) -> None:
+    warmed.pool.hold(on=True)
+    shim = warmed.start("sleep")
+    ready(shim)
+    first = warmed.pool.behind(shim.pid)
+    assert first is not None
+    second = warmed.pool.replace(0, {})
+    assert not alive(first.pid)
+    wait_until("its end is told", lambda: (first.pid, -9, True) in warmed.ends, 10)
+    warmed.pool.hold(on=False)
+    shim.kill()
+    wait_until("the end of the second", lambda: not alive(second), 10)
+    shim.communicate()
+
+
+def test_who_is_told_of_an_end_may_ask_for_the_next_rank(warmed: Warmed) -> None:
+    tell, events = warmed.pool.events.on_end, warmed.pool.events
+    warmed.pool.hold(on=True)
+    shim = warmed.start("sleep")
+    ready(shim)
+    first = warmed.pool.behind(shim.pid)
+    assert first is not None
+    put_down: list[int] = []
+    events.on_end = lambda *_: put_down.append(warmed.pool.replace(0, {}))
+    first.send(signal.SIGKILL)
+    wait_until("the next one", lambda: put_down, 10)
+    events.on_end = tell
+    assert alive(put_down[0])
+    warmed.pool.hold(on=False)
+    shim.terminate()
+    assert finish(shim).code == -signal.SIGTERM
+
+
 def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -13,7 +13,8 @@ from typing import Any
 from tests.launch.scripted import wait_until
 
 from everstep.launch.warm.nest import Spec
-from everstep.launch.warm.pool import Events, Pool, WarmRank
+from everstep.launch.warm.pool import Events, Pool
+from everstep.launch.warm.rank import WarmRank
 
 SUBJECT = Path(__file__).parent / "subject.py"
 LOAD_S = 60.0

@@ -35,6 +35,10 @@ def torchrun(context: typer.Context) -> None:
     Filled in, unless given:
         --rdzv-backend=everstep --max-restarts=1000000 --logs-specs=everstep
 
+    Two options of our own, before torchrun's:
+        --no-warm          start each rank from scratch (the same as EVERSTEP_WARM=0)
+        --preload=A,B      modules that warm ranks have loaded already (EVERSTEP_PRELOAD)
+
     Examples:
         everstep torchrun --nnodes=2:4 --nproc-per-node=8 --rdzv-id=my-job train.py --lr 3e-4
         everstep torchrun --nnodes=1 --nproc-per-node=2 --rdzv-id=try -m my.training
@@ -49,14 +53,36 @@ def torchrun(context: typer.Context) -> None:
         93  failed again and again for no one reason: do not requeue it
         else the failed rank's own, 128 + N for signal N
     """
-    arguments = list(context.args)
+    arguments, environ = own_options(context.args)
     options = launcher_options(arguments)
     _check(arguments, options)
     _check_agent(Path(options.get("--rdzv-endpoint") or agent_socket(os.environ)))
     filled = [*(one for one in FILLED_IN if one.partition("=")[0] not in options), *arguments]
-    sys.stderr.write(f"everstep: torchrun {shlex.join(filled)}\n")
+    settings = "".join(f"{name}={shlex.quote(value)} " for name, value in environ.items())
+    sys.stderr.write(f"everstep: {settings}torchrun {shlex.join(filled)}\n")
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *filled])
+    command = [sys.executable, "-m", "torch.distributed.run", *filled]
+    os.execve(sys.executable, command, {**os.environ, **environ})
+
+
+def own_options(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return torchrun's arguments, and what our own before them put into its environment.
+
+    >>> own_options(["--no-warm", "--nnodes=2", "train.py", "--no-warm"])
+    (['--nnodes=2', 'train.py', '--no-warm'], {'EVERSTEP_WARM': '0'})
+    >>> own_options(["--preload", "my.model,my.data", "train.py"])
+    (['train.py'], {'EVERSTEP_PRELOAD': 'my.model,my.data'})
+    """
+    rest, environ = list(arguments), {}
+    while rest and rest[0].partition("=")[0] in {"--no-warm", "--preload"}:
+        name, equals, value = rest.pop(0).partition("=")
+        if name == "--no-warm":
+            environ["EVERSTEP_WARM"] = "0"
+        elif equals or rest:
+            environ["EVERSTEP_PRELOAD"] = value if equals else rest.pop(0)
+        else:
+            raise WrongRequestError("--preload needs the modules: --preload=my.model,my.data")
+    return rest, environ
 
 
 def launcher_options(arguments: Sequence[str]) -> dict[str, str]:

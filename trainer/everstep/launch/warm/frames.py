@@ -79,6 +79,12 @@ def decode(body: bytes, fds: list[int]) -> Message:
     return Message(parts[0].decode(), fields, fds)
 
 
+def environment(ask: Message) -> dict[bytes, bytes]:
+    """Return the environment of the shim that asked."""
+    pairs = (entry.partition(b"=") for entry in ask.fields["environ"])
+    return {name: value for name, _, value in pairs}
+
+
 def send(
     sock: socket.socket,
     kind: str,
@@ -112,6 +118,13 @@ class Reader:
             return None
         self._data += data
         return self._complete()
+
+    def read_or_end(self) -> list[Message] | None:
+        """Like `read`, with a connection that broke taken for one that has ended."""
+        try:
+            return self.read()
+        except OSError:
+            return None
 
     def _complete(self) -> list[Message]:
         found = []

@@ -97,7 +97,7 @@ def _probe(spec: Spec) -> None:
 
 
 def _environment(spec: Spec, role: str) -> dict[bytes, bytes]:
-    environ = stale.shared(spec.environ)
+    environ = stale.of_nursery(spec.environ)
     original = environ.get(b"PYTHONPATH")
     if original is not None:
         environ[hook.PYTHONPATH.encode()] = original

@@ -198,7 +198,7 @@ class _Nursery:
 
     def _environment(self, ask: frames.Message) -> dict[bytes, bytes]:
         """Return the rank's environment, with what importing the modules did to it."""
-        environ = environment(ask)
+        environ = frames.environment(ask)
         for name, value in self._effects.items():
             if value is None:
                 environ.pop(name, None)
@@ -232,12 +232,6 @@ def _loaded_as_main(argv: Sequence[bytes]) -> str | None:
     if hasattr(module, "__path__"):
         name += ".__main__"
     return name if name in sys.modules else None
-
-
-def environment(ask: frames.Message) -> dict[bytes, bytes]:
-    """Return the environment of the shim that asked."""
-    pairs = (entry.partition(b"=") for entry in ask.fields["environ"])
-    return {name: value for name, _, value in pairs}
 
 
 def script_folder(ask: frames.Message) -> str:

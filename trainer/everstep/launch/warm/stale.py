@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 _PER_RANK = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
-    | {"PYTHON_EXEC", "EVERSTEP_SOCKET", "EVERSTEP_JOB", "EVERSTEP_RUN_ID", "EVERSTEP_GENERATION"}
-    | {"EVERSTEP_RESUME", "EVERSTEP_SKIP", "EVERSTEP_NODE", "EVERSTEP_LAUNCH"}
+    | {"PYTHON_EXEC"}
 )
 _PER_RANK_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+_OURS, _ALIKE = "EVERSTEP_", "EVERSTEP_PRELOAD"  # of ours, this one is read when a nursery loads
+_MARK = b"EVERSTEP_LAUNCH"  # what carries it is killed between two generations
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/neuron", "/dev/davinci")
 
@@ -28,14 +29,21 @@ _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/neuron", 
 def shared(environ: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
     """Return the variables that all ranks of a launcher have alike.
 
-    >>> shared({b"RANK": b"1", b"MASTER_PORT": b"2", b"LANG": b"C"})
+    >>> shared({b"RANK": b"1", b"MASTER_PORT": b"2", b"EVERSTEP_JOB": b"3", b"LANG": b"C"})
     {b'LANG': b'C'}
     """
     return {name: value for name, value in environ.items() if not _is_per_rank(os.fsdecode(name))}
 
 
+def of_nursery(environ: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    """Return the environment to start a nursery in, for ranks with this one."""
+    ours = {n: v for n, v in environ.items() if os.fsdecode(n).startswith(_OURS) and n != _MARK}
+    return shared(environ) | ours
+
+
 def _is_per_rank(name: str) -> bool:
-    return name in _PER_RANK or name.startswith(_PER_RANK_PREFIXES)
+    ours = name.startswith(_OURS) and name != _ALIKE
+    return ours or name in _PER_RANK or name.startswith(_PER_RANK_PREFIXES)
 
 
 def changed_variable(before: Mapping[bytes, bytes], now: Mapping[bytes, bytes]) -> str | None:

@@ -265,19 +265,21 @@ class Dlrover(InVenv, Restarting):
     """dlrover-run, with DLRover's local master beside the nodes."""
 
     peer: ClassVar[str] = "dlrover"
-    _NO_HANG: ClassVar[str] = "it looks for hangs after 2 minutes at the earliest, 10 by default"
     cannot: ClassVar[Mapping[str, str]] = {
         **Restarting.cannot,
-        "rank_stop_all_s": _NO_HANG,
-        "one_node_rank_stop_all_s": _NO_HANG,
         "node_freeze_s": (
-            "its local master replaces no node; the one for Kubernetes does, after 600 s without a "
+            "its local master has no spares: a third node that joins breaks up the rendezvous of "
+            "the other two. Replacing nodes is for its master on Kubernetes, after 600 s without a "
             "heartbeat"
         ),
     }
     tuned: ClassVar[str] = (
-        "monitor interval 0.05 s; one argument added that torch 2.13 wants of its launcher"
+        "monitor interval 0.05 s; one argument added that torch 2.13 wants of its launcher; for "
+        f"stopped ranks a process-group timeout of {HANG_S:.0f} s, as it looks for hangs after 2 "
+        "minutes at the earliest. Its nodes look at their rendezvous every 5 s, which no option "
+        "changes"
     )
+    trainer: ClassVar[Mapping[str, Mapping[str, float]]] = Torchrun.trainer
 
     def prepare(self) -> None:
         master = ["-m", "dlrover.python.master.main", f"--port={self.port}", "--platform=local"]

@@ -21,7 +21,8 @@ def swept(mark: str, job: str) -> Iterator[Mapping[str, str]]:
     name, _, value = mark.partition("=")
     folder = tempfile.mkdtemp(prefix="esb-")
     try:
-        yield {name: value, "TMPDIR": folder, "ELASTIC_JOB_NAME": job}
+        dlrover = {"ELASTIC_JOB_NAME": job, "DLROVER_EVENT_FILE_DIR": folder}
+        yield {name: value, "TMPDIR": folder, **dlrover}
     finally:
         reaper.kill_marked(mark)
         shutil.rmtree(folder, ignore_errors=True)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -70,7 +71,9 @@ class Form:
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
-    """Return the options that every benchmark has."""
+    """Return the options that every benchmark has; from now on SIGTERM ends it as Ctrl-C does."""
+    # Else what it has started would go on without it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--quick", action="store_true", help="under a minute: fewer runs and no peers"

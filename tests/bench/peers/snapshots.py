@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -132,6 +133,7 @@ def _said(command: list[str], environ: Mapping[str, str], timeout_s: float) -> s
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is taken along
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("methods", nargs="*", default=list(METHODS), metavar="METHOD")
     parser.add_argument("--size-gb", type=float, default=1.0)

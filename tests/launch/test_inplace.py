@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from everstep.launch.control import Heard, Line, Ready, Reform, Released, ToRank
-from everstep.launch.inplace import HEARD_S, RELEASED_S, InPlace
+from everstep.launch.inplace import ENDED_S, HEARD_S, RELEASED_S, InPlace
 
 NOBODY = 2**22 + 1  # above every pid: nothing real is ever killed here
 
@@ -26,6 +26,11 @@ class FakeLine(Line):
 
 class World:
     """Everything around `InPlace`."""
+
+    pool = True
+
+    def able(self, local_rank: int) -> bool:
+        return self.pool and local_rank < 2
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -83,7 +88,10 @@ def test_a_rank_that_does_not_answer_is_replaced(world: World) -> None:
     assert world.it.tick() is not None
     world.now_s = HEARD_S
     world.it.tick()
+    assert world.forked == [], "its end is awaited"
+    world.it.ended(NOBODY + 1)
     assert world.forked == [(1, PLACES[1])]
+    assert world.it.absorbs(NOBODY + 1), "nobody may take its end for a failure"
     assert "local rank 1 did not answer" in world.said[0]
     assert world.changes[-1] == (2, [NOBODY, NOBODY + 101])
 
@@ -98,6 +106,7 @@ def test_a_rank_that_answers_but_stays_where_it_is_is_replaced_later(world: Worl
     assert world.forked == []
     world.now_s = RELEASED_S
     world.it.tick()
+    world.it.ended(NOBODY + 1)
     assert world.forked == [(1, PLACES[1])]
     assert world.it.tick() is None, "nobody is waited for any more"
 
@@ -122,7 +131,7 @@ def test_answers_to_an_older_order_count_for_nothing(world: World) -> None:
         world.it.heard(line, Released(generation=2))
     world.now_s = HEARD_S
     world.it.tick()
-    assert [local_rank for local_rank, _ in world.forked] == [0, 1]
+    assert len(world.said) == 2
 
 
 def why_not(**changes: Any) -> str | None:
@@ -138,6 +147,7 @@ def why_not(**changes: Any) -> str | None:
 def test_what_cannot_be_done_in_place_is_said_beforehand() -> None:
     assert why_not(ready_in=1) is None
     assert why_not() == "local rank 0 cannot be formed anew"
+    assert why_not(ready_in=1, hung_up=True) == "local rank 0 cannot be formed anew"
     assert why_not(ready_in=1, generation=2) == "its ranks are not known yet"
 
 
@@ -153,3 +163,23 @@ def test_without_fresh_processes_it_gives_up_and_says_so(world: World) -> None:
     world.it.order(2, PLACES)
     assert world.gave_up == ["local rank 1: no fresh process: the nursery is gone"]
     assert world.changes == []
+
+
+def test_a_killed_rank_that_does_not_go_away_makes_it_give_up(world: World) -> None:
+    world.it.order(2, PLACES)
+    world.now_s = HEARD_S
+    world.it.tick()
+    world.now_s += ENDED_S
+    world.it.tick()
+    assert "was killed 5 s ago and is still there" in world.gave_up[0]
+
+
+def test_without_a_pool_nobody_is_killed_who_cannot_be_replaced(world: World) -> None:
+    world.pool = False
+    world.it.order(2, PLACES)
+    world.now_s = HEARD_S
+    world.it.tick()
+    assert world.gave_up[0] == (
+        "local rank 0 did not answer within 0.7 s, and no shim stands before it"
+    )
+    assert not world.it.absorbs(NOBODY + 9)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from everstep.launch.handler import started_pids
+from everstep.launch.crew import started_pids
 
 
 def workers(*pids: int | None) -> list[SimpleNamespace]:

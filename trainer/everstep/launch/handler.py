@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,13 +19,12 @@ import torch
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from everstep.launch import logs
+from everstep.launch.crew import Crew
+from everstep.launch.environment import of_everstep
 from everstep.launch.leave import leave, say
-from everstep.launch.ranks import Ended, Ranks, Started, as_ended, child_end
 from everstep.launch.seat import Leave, Parked, Seat, Train
 from everstep.launch.stores import GenerationStores, PlanStore
 from everstep.launch.terms import Terms, read_terms
-from everstep.launch.warm.opening import close_pool, the_pool
 from everstep.wire.exit_codes import DONE, UNAVAILABLE
 from everstep.wire.link import AgentLink
 from everstep.wire.messages import (
@@ -38,15 +36,12 @@ from everstep.wire.messages import (
     Join,
     Joined,
     Leaving,
-    RankEnded,
-    RanksStarted,
     Refused,
     StoreBound,
     StoreFailed,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import FrameType
 
     from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -70,8 +65,7 @@ class EverstepRendezvous(RendezvousHandler):
         self._terms = terms
         self._seat = Seat(terms.on_evict)
         self._stores = GenerationStores()
-        self._ranks: Ranks | None = None
-        self._first_rank: dict[int, int] = {}
+        self._crew: Crew | None = None
         self._link = AgentLink(
             terms.socket,
             Hello(role="launcher", version=version("everstep")),
@@ -110,8 +104,8 @@ class EverstepRendezvous(RendezvousHandler):
 
         Leaves (SystemExit) when the job is over, was refused, or evicted this node for good.
         """
-        ranks = self._start_once()
-        if ranks.clear():
+        crew = self._start_once()
+        if crew.clear():
             # They were done just before a newer plan came, and torchrun looked at the plan first.
             self._finish(self._seat.last)
             self._leave(DONE, "done", None)
@@ -120,7 +114,7 @@ class EverstepRendezvous(RendezvousHandler):
         while True:
             match self._seat.order():
                 case Train(plan, group_rank):
-                    return self._take_seat(plan, group_rank, ranks)
+                    return self._take_seat(plan, group_rank, crew)
                 case Leave(code, why, error):
                     self._leave(code, why, error)
                 case Parked(why):
@@ -137,15 +131,13 @@ class EverstepRendezvous(RendezvousHandler):
 
     # ---- taking part
 
-    def _start_once(self) -> Ranks:
-        if self._ranks is None:
+    def _start_once(self) -> Crew:
+        if self._crew is None:
             self._link.start()
             self._await_agent()
-            self._ranks = Ranks(self._rank_ended)
-            if (pool := the_pool()) is not None:
-                self._ranks.take_along(pool.nurseries(), pool.folder)
-            self._listen_for_signals(self._ranks)
-        return self._ranks
+            self._crew = Crew(self._seat, self._link.post)
+            self._listen_for_signals(self._crew)
+        return self._crew
 
     def _await_agent(self) -> None:
         if not self._link.wait_connected(AGENT_WAIT_S):
@@ -155,7 +147,7 @@ class EverstepRendezvous(RendezvousHandler):
                 "one with `everstep agent` (one machine: `everstep agent --with-coordinator`)",
             )
 
-    def _listen_for_signals(self, ranks: Ranks) -> None:
+    def _listen_for_signals(self, crew: Crew) -> None:
         # torchrun's handlers raise in the main thread and then wait 30 s for the ranks. The wakeup
         # descriptor tells our own thread of the signal without replacing any handler.
         if threading.current_thread() is not threading.main_thread():
@@ -167,90 +159,31 @@ class EverstepRendezvous(RendezvousHandler):
         def wait_for_signal() -> None:
             while number := os.read(reader, 1):
                 if number[0] in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-                    ranks.signalled()
+                    crew.signalled()
 
         threading.Thread(target=wait_for_signal, name="everstep-signals", daemon=True).start()
 
-    def _take_seat(self, plan: Plan, group_rank: int, ranks: Ranks) -> RendezvousInfo:
-        self._stores.close_before(plan.generation)
-        os.environ.update(_rank_environment(plan, self._terms, self._seat.node or "", ranks.token))
+    def _take_seat(self, plan: Plan, group_rank: int, crew: Crew) -> RendezvousInfo:
+        os.environ.update(self._enter(plan, group_rank, crew))
         self._seat.take(plan.generation)
-        self._first_rank[plan.generation] = _first_rank(plan, group_rank)
-        resume = f"resume from {plan.resume[0]}" if plan.resume else "no snapshot of this job yet"
-        say(
-            f"{plan.run_id}: generation {plan.generation}, node {group_rank + 1} of "
-            f"{len(plan.members)}, {resume} ({plan.why})"
-        )
-        agent: Any = _elastic_agent()
-        before = agent.get_worker_group().workers
-        threading.Thread(
-            target=self._await_start,
-            args=(agent, before, plan, ranks),
-            name="everstep-start",
-            daemon=True,
-        ).start()
+        crew.expect(plan, group_rank, _elastic_agent())
         return RendezvousInfo(
-            PlanStore(plan, lambda: self._finish(plan.generation)),
+            PlanStore(plan, lambda: self._finish(self._seat.last)),
             group_rank,
             len(plan.members),
             RendezvousStoreInfo(plan.store_address, plan.store_port),
         )
 
-    def _await_start(self, agent: Any, before: list[Any], plan: Plan, ranks: Ranks) -> None:
-        """Find the pids once torchrun has started the ranks; `next_rendezvous` can't see them.
-
-        `before` are the workers of the generation that ended: torchrun keeps them, pids and all,
-        until some time after `next_rendezvous` has returned.
-        """
-        pids: list[int] = []
-        while not pids:
-            if self._seat.training != plan.generation:
-                return
-            time.sleep(_START_POLL_S)
-            pids = started_pids(agent.get_worker_group().workers, before)
-
-        def returncode(local_rank: int) -> int | None:
-            handlers = getattr(agent._pcontext, "subprocess_handlers", {})  # noqa: SLF001  torch's
-            code: int | None = handlers[local_rank].proc.returncode if handlers else None
-            return code
-
-        started = [_started(pid, partial(returncode, i)) for i, pid in enumerate(pids)]
-        if (pool := the_pool()) is not None:
-            ranks.take_along(pool.nurseries())
-        ranks.started(plan.generation, started)
-        if self._seat.outdated:
-            ranks.superseded()
-        first = self._first_rank[plan.generation]
-        self._link.post(
-            RanksStarted(
-                nonce=plan.job,
-                generation=plan.generation,
-                pids=[rank.pid for rank in started],
-                ranks=[first + i for i in range(len(pids))],
-            )
+    def _enter(self, plan: Plan, group_rank: int, crew: Crew) -> dict[str, str]:
+        """Leave what was before, say where it goes on, and return everstep's own variables."""
+        self._stores.close_before(plan.generation)
+        resume = f"resume from {plan.resume[0]}" if plan.resume else "no snapshot of this job yet"
+        say(
+            f"{plan.run_id}: generation {plan.generation}, node {group_rank + 1} of "
+            f"{len(plan.members)}, {resume} ({plan.why})"
         )
-
-    def _rank_ended(self, generation: int, ended: Ended) -> None:
-        if ended.exit_code == 0:
-            return
-        plan = self._seat.plan
-        superseded = plan is None or plan.generation != generation
-        evidence = logs.evidence(generation, ended.local_rank)
-        self._link.post(
-            RankEnded(
-                nonce=self._seat.nonce or "",
-                generation=generation,
-                rank=self._first_rank[generation] + ended.local_rank,
-                local_rank=ended.local_rank,
-                pid=ended.pid,
-                exit_code=ended.exit_code,
-                signal=ended.signal,
-                at_s=ended.at_s,
-                expected=superseded or self._seat.outdated,
-                error=evidence.error,
-                stderr_tail=evidence.stderr_tail,
-            )
-        )
+        ours = of_everstep(plan, self._terms, self._seat.node or "", crew.token)
+        return ours | crew.environment
 
     def _finish(self, generation: int) -> None:
         """Wait, at torchrun's exit barrier, until the whole job is over."""
@@ -285,11 +218,9 @@ class EverstepRendezvous(RendezvousHandler):
 
     def _close(self, flush_s: float = 0.0) -> None:
         self._link.close(flush_s=flush_s)
-        close_pool()
-        ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            ranks.clear()
-            ranks.close()
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.close()
             with contextlib.suppress(ValueError):
                 signal.set_wakeup_fd(-1)
         self._stores.close()
@@ -320,8 +251,7 @@ class EverstepRendezvous(RendezvousHandler):
             case BindStore():
                 self._bind(message)
             case Committed(plan=plan):
-                if self._seat.committed(plan):
-                    self._stop_outdated()
+                self._committed(plan)
             case JobOver():
                 self._seat.job_over(message)
                 self._stop_outdated()
@@ -330,6 +260,17 @@ class EverstepRendezvous(RendezvousHandler):
             case _:
                 pass  # Welcome, Link: the link's own business
 
+    def _committed(self, plan: Plan) -> None:
+        here = next((i for i, m in enumerate(plan.members) if m.node == self._seat.node), None)
+        crew = self._crew
+        moves = here is not None and crew is not None and crew.can_move()
+        if not self._seat.committed(plan, in_place=moves):
+            return
+        if moves and crew is not None and here is not None:
+            crew.move(plan, here, self._enter(plan, here, crew))
+        else:
+            self._stop_outdated()
+
     def _refused(self, why: str, code: int) -> None:
         """Leave, unless ranks are training: they do not depend on what the monitor forgot."""
         if self._seat.training:
@@ -337,8 +278,8 @@ class EverstepRendezvous(RendezvousHandler):
         self._seat.refuse(Leave(code, why))
 
     def _stop_outdated(self) -> None:
-        if self._ranks is not None and self._seat.training and self._seat.outdated:
-            self._ranks.superseded()
+        if self._crew is not None and self._seat.training and self._seat.outdated:
+            self._crew.superseded()
 
     def _bind(self, order: BindStore) -> None:
         address = self._terms.local_address or self._seat.address
@@ -351,41 +292,6 @@ class EverstepRendezvous(RendezvousHandler):
         self._link.send(
             StoreBound(nonce=order.nonce, generation=order.generation, address=where, port=port)
         )
-
-
-def _started(child: int, returncode: Callable[[], int | None]) -> Started:
-    """Return the rank that torchrun's child is, or stands before."""
-    pool = the_pool()
-    rank = pool.behind(child) if pool is not None else None
-    if rank is None:
-        return Started(child, child, child_end(child, returncode))
-    return Started(rank.pid, child, lambda: as_ended(rank.wait_end()))
-
-
-def started_pids(workers: list[Any], before: list[Any]) -> list[int]:
-    """Return the pids of torchrun's new workers, empty until all of them have been started."""
-    ids = [worker.id for worker in workers]
-    new = workers is not before and all(isinstance(pid, int) for pid in ids)
-    return ids if new else []
-
-
-def _first_rank(plan: Plan, group_rank: int) -> int:
-    return sum(member.local_world_size for member in plan.members[:group_rank])
-
-
-def _rank_environment(plan: Plan, terms: Terms, node: str, token: str) -> dict[str, str]:
-    """Return how a rank learns its place; torchrun hands the launcher's environment on."""
-    return {
-        "EVERSTEP_SOCKET": str(terms.socket),
-        "EVERSTEP_JOB": plan.job,
-        "EVERSTEP_RUN_ID": plan.run_id,
-        "EVERSTEP_GENERATION": str(plan.generation),
-        "EVERSTEP_RESUME": ",".join(plan.resume),
-        "EVERSTEP_SKIP": ",".join(f"{start}-{stop}" for start, stop in plan.skip_windows),
-        "EVERSTEP_NODE": node,
-        "EVERSTEP_MTBF_S": "" if plan.mtbf_s is None else f"{plan.mtbf_s:.0f}",
-        "EVERSTEP_LAUNCH": f"{token}-g{plan.generation}",
-    }
 
 
 def _elastic_agent() -> Any:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from everstep.launch.control import Heard, Ready, Reform, Released
+from everstep.sdk.errors import EverstepError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,13 +27,19 @@ HEARD_S = 0.7
 """How long a rank may take to say that it has the order: one that a signal stopped never does."""
 RELEASED_S = 5.0
 """How long it may take to get out of the old generation: out of a collective, a kernel, a read."""
+ENDED_S = 5.0
+"""How long a rank that was killed may take to be gone: one may hang in the kernel."""
 
 
 class Forks(Protocol):
     """What makes fresh ranks behind torchrun's children."""
 
+    def able(self, local_rank: int) -> bool:
+        """Return whether a fresh one could be put into this rank's place."""
+        ...
+
     def replace(self, local_rank: int, environment: Mapping[str, str]) -> int:
-        """Fork another rank and return its pid. Raises OSError when that cannot be done."""
+        """Fork another rank and return its pid. Raises OSError or EverstepError when it can't."""
         ...
 
 
@@ -46,10 +53,16 @@ class Place:
     ordered_s: float | None = None
     heard: bool = False
     released: bool = False
+    killed_s: float | None = None
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether it was ordered into a generation that it has not joined yet."""
+        return self.ordered_s is not None and not self.released
 
     def late(self, now_s: float) -> str | None:
         """Return what it failed to do in time since it was ordered, None while it may."""
-        if self.ordered_s is None or self.released or self.pid is None:
+        if self.ordered_s is None or self.released or self.pid is None or self.killed_s is not None:
             return None
         waited_s = now_s - self.ordered_s
         if not self.heard and waited_s >= HEARD_S:
@@ -83,6 +96,7 @@ class InPlace:
         self._lock = threading.RLock()
         self._places: list[Place] = []
         self._lines: dict[int, tuple[Line, int]] = {}
+        self._dropped: set[int] = set()
         self._generation = 0
         self._environments: Sequence[Mapping[str, str]] = ()
 
@@ -90,6 +104,7 @@ class InPlace:
         """Torchrun has started these ranks, in order of local rank."""
         with self._lock:
             self._generation = generation
+            self._dropped.clear()
             self._places = [Place(pid) for pid in pids]
             for pid, (line, ready_in) in list(self._lines.items()):
                 self._note_ready(pid, line, ready_in)
@@ -100,6 +115,9 @@ class InPlace:
             match message:
                 case None:
                     self._lines.pop(line.pid, None)
+                    for place in self._places:
+                        if place.line is line:
+                            place.line = None
                 case Ready(generation=generation):
                     self._lines[line.pid] = (line, generation)
                     self._note_ready(line.pid, line, generation)
@@ -112,8 +130,16 @@ class InPlace:
             for local_rank, place in enumerate(self._places):
                 if place.pid == pid:
                     place.pid, place.line = None, None
-                    if place.ordered_s is not None and not place.released:
-                        self._fill(local_rank)  # before it joined: nobody has met it there yet
+                    if place.waited_for:
+                        self._dropped.add(pid)  # nobody has met it in the new generation yet
+                        self._fill(local_rank)
+                        self._tell()
+
+    def absorbs(self, pid: int) -> bool:
+        """Return whether the end of this process is no failure: another takes its place."""
+        with self._lock:
+            on_its_way = any(p.pid == pid and p.waited_for for p in self._places)
+            return on_its_way or pid in self._dropped
 
     def why_not(self, generation: int) -> str | None:
         """Return why the ranks of `generation` cannot leave it in place, None when they can."""
@@ -142,9 +168,12 @@ class InPlace:
         with self._lock:
             for local_rank, place in enumerate(self._places):
                 if (late := place.late(now_s)) is not None:
-                    self._say(f"local rank {local_rank} {late}: replaced by a fresh process")
-                    self._replace(local_rank, place)
-            waiting = any(p.ordered_s is not None and not p.released for p in self._places)
+                    self._drop(local_rank, place, late)
+                elif place.killed_s is not None and now_s - place.killed_s >= ENDED_S:
+                    place.killed_s = None
+                    why = f"local rank {local_rank} was killed {ENDED_S:g} s ago and is still there"
+                    self._gave_up(self._generation, why)
+            waiting = any(p.waited_for for p in self._places)
         return 0.05 if waiting else None
 
     # ---- one rank
@@ -162,28 +191,33 @@ class InPlace:
 
     def _order(self, local_rank: int, place: Place) -> None:
         place.ordered_s, place.heard, place.released = self._clock(), False, False
+        place.killed_s = None
         order = Reform(
             generation=self._generation, environment=dict(self._environments[local_rank])
         )
         if place.line is None or not place.line.send(order):
-            self._replace(local_rank, place)
+            self._drop(local_rank, place, "does not listen")
 
-    def _replace(self, local_rank: int, place: Place) -> None:
-        if place.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(place.pid, signal.SIGKILL)
-        place.pid, place.line = None, None
-        self._fill(local_rank)
-        self._tell()
+    def _drop(self, local_rank: int, place: Place, why: str) -> None:
+        """Kill it; another takes its place when its end is told (`ended`)."""
+        if place.pid is None or not self._forks.able(local_rank):
+            why = f"local rank {local_rank} {why}, and no shim stands before it"
+            self._gave_up(self._generation, why)
+            return
+        self._say(f"local rank {local_rank} {why}: a fresh process takes its place")
+        self._dropped.add(place.pid)
+        place.killed_s = self._clock()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(place.pid, signal.SIGKILL)
 
     def _fill(self, local_rank: int) -> None:
         place = self._places[local_rank]
         try:
             place.pid = self._forks.replace(local_rank, self._environments[local_rank])
-        except OSError as exc:
+        except (OSError, EverstepError) as exc:
             self._gave_up(self._generation, f"local rank {local_rank}: no fresh process: {exc}")
             return
-        place.line, place.ready_in, place.ordered_s = None, 0, None
+        place.line, place.ready_in, place.ordered_s, place.killed_s = None, 0, None, None
         if place.pid in self._lines:
             place.line, place.ready_in = self._lines[place.pid]
 

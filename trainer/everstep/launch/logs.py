@@ -12,11 +12,14 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
 from everstep.launch.warm import opening as warm
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TAIL_LINES = 20
 _TAIL_BYTES = 16 * 1024
@@ -65,6 +68,20 @@ class EverstepLogs(DefaultLogsSpecs):
         for old in sorted(_destinations)[:-_KEPT_GENERATIONS]:
             del _destinations[old]
         return destination
+
+
+def carry_on(before: int, generation: int, fresh: Sequence[int]) -> None:
+    """The streams of a generation are those of the one before: the ranks were not restarted.
+
+    What the ranks that `fresh` ones (by local rank) follow left as their error is taken away.
+    """
+    destination = _destinations.get(before)
+    if destination is None:
+        return
+    _destinations[generation] = destination
+    for local_rank in fresh:
+        if path := destination.error_files.get(local_rank):
+            Path(path).unlink(missing_ok=True)
 
 
 def evidence(generation: int, local_rank: int) -> Evidence:

@@ -92,11 +92,17 @@ class Ranks:
     """Watches the local ranks of the generation that runs, and ends what must not go on."""
 
     def __init__(
-        self, on_end: Callable[[int, Ended], None], *, signal_grace_s: float = 25.0
+        self,
+        on_end: Callable[[int, Ended], None],
+        *,
+        spares: Callable[[int], bool] = lambda _: False,
+        signal_grace_s: float = 25.0,
     ) -> None:
+        """`spares(generation)` says whether the siblings of a rank that ended are to live on."""
         self.token = secrets.token_hex(8)
         self._mark = f"EVERSTEP_LAUNCH={self.token}"
         self._on_end = on_end
+        self._spares = spares
         self._signal_grace_s = signal_grace_s
         self._current: _Generation | None = None
         self._changed = threading.Condition()
@@ -114,20 +120,42 @@ class Ranks:
 
     def started(self, generation: int, ranks: Sequence[Started]) -> None:
         """Watch the ranks that torchrun has started, in order of local rank."""
-        current = _Generation(
-            generation,
-            [_Rank(r.pid, _pidfd(r.pid), r.child, _pidfd(r.child)) for r in ranks],
-        )
+        current = _Generation(generation, [_rank(r) for r in ranks])
         self.take_along(sorted({pid for r in ranks for pid in (r.pid, r.child)}))
         with self._changed:
             self._current = current
         for local_rank, rank in enumerate(ranks):
-            threading.Thread(
-                target=self._await_end,
-                args=(current, local_rank, rank.wait_end),
-                name=f"everstep-wait-{local_rank}",
-                daemon=True,
-            ).start()
+            self._watch(current, local_rank, rank)
+
+    def moved(self, generation: int, ranks: Sequence[Started]) -> None:
+        """The same children of torchrun are in another generation now, some with other ranks."""
+        with self._changed:
+            current = self._current
+            if current is None:
+                return
+            current.number, current.first_end = generation, None
+            fresh = [i for i, r in enumerate(ranks) if current.ranks[i].pid != r.pid]
+            for i in fresh:
+                current.ranks[i].close()
+                current.ranks[i] = _rank(ranks[i])
+            self._changed.notify_all()
+        self.take_along([ranks[i].pid for i in fresh])
+        for i in fresh:
+            self._watch(current, i, ranks[i])
+
+    def end_now(self) -> None:
+        """Kill what still runs, so that torchrun starts all of them again."""
+        with self._changed:
+            for rank in self._current.ranks if self._current else ():
+                rank.kill_group()
+
+    def _watch(self, current: _Generation, local_rank: int, rank: Started) -> None:
+        threading.Thread(
+            target=self._await_end,
+            args=(current, local_rank, rank.wait_end),
+            name=f"everstep-wait-{local_rank}",
+            daemon=True,
+        ).start()
 
     def take_along(self, pids: Sequence[int], folder: Path | None = None) -> None:
         """Have the reaper kill these process groups, and remove a folder, after our own end."""
@@ -185,13 +213,13 @@ class Ranks:
         local_rank: int,
         wait_end: Callable[[], tuple[int | None, int | None]],
     ) -> None:
-        pid = generation.ranks[local_rank].pid
+        rank = generation.ranks[local_rank]
         exit_code, killed_by = wait_end()
-        ended = Ended(local_rank, pid, exit_code, killed_by, time.time())
+        ended = Ended(local_rank, rank.pid, exit_code, killed_by, time.time())
         with self._changed:
-            generation.ranks[local_rank].ended = True
+            rank.ended = True
             if exit_code == 0:
-                generation.ranks[local_rank].succeeded_at = time.monotonic()
+                rank.succeeded_at = time.monotonic()
             failed = exit_code != 0 and (exit_code, killed_by) != (None, None)
             if failed and generation.first_end is None:
                 generation.first_end = time.monotonic()
@@ -217,16 +245,21 @@ class Ranks:
         """Return when the ranks still alive are to be killed, None for "not foreseen"."""
         if all(rank.ended for rank in current.ranks):
             return None
+        first_end = None if self._spares(current.number) else current.first_end
         times = [
             start + wait_s
             for start, wait_s in (
-                (current.first_end, KILL_AFTER_S),
+                (first_end, KILL_AFTER_S),
                 (current.superseded, KILL_AFTER_S),
                 (current.signalled, self._signal_grace_s),
             )
             if start is not None
         ]
         return min(times, default=None)
+
+
+def _rank(rank: Started) -> _Rank:
+    return _Rank(rank.pid, _pidfd(rank.pid), rank.child, _pidfd(rank.child))
 
 
 def _pidfd(pid: int) -> int | None:

@@ -124,16 +124,21 @@ class InPlace:
                 case Heard() | Released():
                     self._note_obeyed(line.pid, message)
 
-    def ended(self, pid: int) -> None:
-        """A rank's process ended while its shim is held."""
+    def ended(self, pid: int) -> int:
+        """A rank's process ended while its shim is held.
+
+        Return the generation that it has failed, 0 where another takes its place anyway.
+        """
         with self._lock:
             for local_rank, place in enumerate(self._places):
                 if place.pid == pid:
                     place.pid, place.line = None, None
-                    if place.waited_for:
-                        self._dropped.add(pid)  # nobody has met it in the new generation yet
-                        self._fill(local_rank)
-                        self._tell()
+                    if not place.waited_for:
+                        return self._generation
+                    self._dropped.add(pid)  # nobody has met it in the new generation yet
+                    self._fill(local_rank)
+                    self._tell()
+            return 0
 
     def absorbs(self, pid: int) -> bool:
         """Return whether the end of this process is no failure: another takes its place."""

@@ -80,6 +80,7 @@ class Reforming:
         self._server = ControlServer(self._folder / "control", self._line_said)
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._ended_s: float | None = None  # when a rank ended that no plan has followed yet
+        self._sparing = 0  # the generation whose other ranks live on until then
         self._restarting = False
         self._it = InPlace(
             _NoForks() if pool is None else _PoolForks(pool),
@@ -100,7 +101,7 @@ class Reforming:
 
     def started(self, generation: int, pids: Sequence[int]) -> None:
         """Torchrun has started these ranks."""
-        self._restarting, self._ended_s = False, None
+        self._restarting, self._ended_s, self._sparing = False, None, 0
         self._it.started(generation, pids)
 
     def possible(self, generation: int) -> bool:
@@ -108,8 +109,11 @@ class Reforming:
         return not self._restarting and self._it.why_not(generation) is None
 
     def spares(self, generation: int) -> bool:
-        """Return whether the siblings of a rank that ended are to live on, for a plan to come."""
-        return self._ended_s is not None and self.possible(generation)
+        """Return whether the siblings of a rank that ended are to live on, for a plan to come.
+
+        Takes no lock: it is asked by who holds one that is wanted here.
+        """
+        return self._sparing == generation
 
     def absorbs(self, pid: int) -> bool:
         """Return whether a rank's end is no failure of a generation: it is being replaced."""
@@ -117,7 +121,7 @@ class Reforming:
 
     def join(self, generation: int, environments: Sequence[Mapping[str, str]]) -> None:
         """Take all ranks into the generation, each with its environment."""
-        self._ended_s = None
+        self._ended_s, self._sparing = None, 0
         self._calls.put(lambda: self._it.order(generation, environments))
 
     def stop(self) -> None:
@@ -146,8 +150,15 @@ class Reforming:
         if code == 0 or self._restarting:
             self._pool.release(rank.local_rank)
             return
+        self._calls.put(lambda: self._ended(rank.pid))
+
+    def _ended(self, pid: int) -> None:
+        generation = self._it.ended(pid)
+        if not generation:
+            return
         self._ended_s = time.monotonic()
-        self._calls.put(lambda: self._it.ended(rank.pid))
+        if self._it.why_not(generation) is None:
+            self._sparing = generation
 
     # ---- the thread
 
@@ -172,7 +183,7 @@ class Reforming:
         return self._it.tick() or 1.0
 
     def _give_up(self, why: str) -> None:
-        self._ended_s = None
+        self._ended_s, self._sparing = None, 0
         if not self._restarting:
             self._restarting = True
             self._owner.restart(why)

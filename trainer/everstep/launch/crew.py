@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from everstep.launch.seat import Seat
-    from everstep.launch.warm.pool import WarmRank
+    from everstep.launch.warm.rank import WarmRank
     from everstep.wire.messages import ClientMessage, Plan
 
 _START_POLL_S = 0.02

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from everstep.launch.control import FromRank, Line
-    from everstep.launch.warm.pool import Pool, WarmRank
+    from everstep.launch.warm.pool import Pool
+    from everstep.launch.warm.rank import WarmRank
 
 log = logging.getLogger(__name__)
 

@@ -76,12 +76,12 @@ class ScriptedAgent:
             while True:
                 try:
                     data = client.recv(65536)
+                    for body in frames.feed(data):
+                        self._take(client, decoder.decode(body))
                 except OSError:
                     return
                 if not data:
                     return
-                for body in frames.feed(data):
-                    self._take(client, decoder.decode(body))
 
     def _take(self, client: socket.socket, message: ClientMessage | Numbered) -> None:
         if isinstance(message, Numbered):

@@ -8,6 +8,7 @@ import time
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from everstep.launch.warm import reporter
 from everstep.trainer.timeline import Timeline, work_began_at_s
 from everstep.wire.link import AgentLink
 from everstep.wire.messages import (
@@ -39,6 +40,7 @@ class Presence:
     """Page and link of one rank. Without an agent there is no link and findings are only logged."""
 
     def __init__(self, seat: Seat, *, clock: Callable[[], float] = time.time) -> None:
+        reporter.step_aside()
         self._clock = clock
         self._job = seat.job
         self._rank = seat.rank

@@ -16,11 +16,12 @@ import socket
 import sys
 import time
 import traceback
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everstep.launch import reaper
-from everstep.launch.warm import birth, frames, hook, stale
+from everstep.launch.warm import birth, frames, hook, reporter, stale
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -168,6 +169,7 @@ class _Nursery:
             os.write(writer, str(exc).encode()[:500] or b"?")
             os._exit(70)
         os.close(writer)
+        reporter.start(dict(os.environ))
 
     def _born(self, ask: frames.Message, pid: int, reader: int) -> None:
         with open(reader, "rb") as pipe:
@@ -259,6 +261,9 @@ def _load_modules(preload: str) -> None:
     trainer = sys.modules["everstep.trainer"]
     for name in trainer.__all__:
         getattr(trainer, name)  # it loads its parts when they are asked for
+    for entry in entry_points(group="everstep.hooks"):
+        if entry.dist is not None and entry.dist.name == "everstep":
+            entry.load()  # foreign ones may start whatever they like: in the rank, if it wants them
     import torch
 
     # The first optimizer pulls in much of torch._dynamo; zeros leave the random numbers alone.

@@ -57,6 +57,20 @@ def test_the_lead_waits_for_the_parts_of_all_nodes(
     assert len(marker.verify(place / "s000010-g1").parts) == 3
 
 
+def test_a_rank_without_a_part_spares_the_lead_the_wait(
+    start_writer: StartWriter, make_rank: MakeRank, place: Path
+) -> None:
+    start_writer()
+    lead, other = make_rank(0), make_rank(1)
+    lead.order(place, 10, parts=2)
+    assert lead.part().why is None
+    nothing = order(place, 10, rank=1, parts=2, data=b"")
+    other.link.write(msgspec.structs.replace(nothing, slot=-1, missing="model.a changed"))
+    assert other.part().why == "model.a changed"
+    assert lead.done().why == "rank 1: model.a changed"
+    assert not (place / "s000010-g1").exists()
+
+
 def test_a_range_of_any_length_and_start_is_written_as_it_is(
     start_writer: StartWriter, make_rank: MakeRank, place: Path
 ) -> None:

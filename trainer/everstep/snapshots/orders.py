@@ -69,6 +69,8 @@ class Write(Order, frozen=True, kw_only=True):
     metadata_start: int = 0
     metadata_bytes: int = 0
     """Where in the slot `.metadata` lies, for one that is too large for a message."""
+    missing: str = ""
+    """Why this rank has no part to give: no slot is read, and the lead need not wait for it."""
 
 
 class PartDone(Order, frozen=True, kw_only=True):

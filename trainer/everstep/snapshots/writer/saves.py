@@ -67,11 +67,7 @@ class Saves:
         """Start one; what cannot be started is answered at once."""
         try:
             check(order)
-            slot = connection.slot(order.slot)
-            data = slot.range(order.start, order.size_bytes)
-            metadata = order.metadata
-            if order.metadata_bytes:
-                metadata = bytes(slot.range(order.metadata_start, order.metadata_bytes))
+            data, metadata = _ordered(connection, order)
             save = _Save(order, connection, data, metadata, time.monotonic())
             self._admit(save.key)
         except SnapshotError as exc:
@@ -184,6 +180,17 @@ class Saves:
         if newest > _age(order):
             return f"a newer snapshot is complete: {SnapshotId(newest[1], newest[0])}"
         return None
+
+
+def _ordered(connection: Connection, order: Write) -> tuple[memoryview, bytes]:
+    """Return what is to be written, and `.metadata`. Raises SnapshotError when it is not there."""
+    if order.missing:
+        return memoryview(b""), b""
+    slot = connection.slot(order.slot)
+    data = slot.range(order.start, order.size_bytes)
+    if order.metadata_bytes:
+        return data, bytes(slot.range(order.metadata_start, order.metadata_bytes))
+    return data, order.metadata
 
 
 def _age(order: Write) -> tuple[int, int]:

@@ -65,6 +65,8 @@ def write_part(
     except OSError as exc:
         raise SnapshotError(plain(exc, where)) from exc
     try:
+        if order.missing:
+            raise SnapshotError(order.missing)  # noqa: TRY301  told as any other failure is
         _write_file(order, data, place)
         facts = _facts(order, write_s=time.monotonic() - begin, at_s=clock())
         note = _note(order, facts)

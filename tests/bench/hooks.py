@@ -32,7 +32,7 @@ from everstep.trainer.agree import Agreement
 from everstep.trainer.dispatch import Dispatch
 from everstep.trainer.place import Seat
 from everstep.trainer.presence import Presence
-from everstep.trainer.snapshot.engine import Wishes
+from everstep.trainer.snapshot.wishes import Wishes
 from everstep.trainer.step import Run, Step
 
 TARGETS = {"hooks_us_per_step": 20.0, "default_hooks_us_per_step": 60.0}

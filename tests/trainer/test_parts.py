@@ -93,7 +93,7 @@ def test_any_state_dict_comes_back_as_it_was() -> None:
     }
     tensors, shape = flatten(tree)
     assert sorted(tensors) == ["model.b", "model.w", "state.0.step"]
-    again = unflatten(tensors, msgspec.msgpack.decode(msgspec.msgpack.encode(shape)))
+    again = unflatten(msgspec.msgpack.decode(msgspec.msgpack.encode(shape)), tensors.__getitem__)
     assert again["state"].keys() == {0, 1}, "numbers stay numbers"
     assert again["odd"] == tree["odd"]
     assert type(again["odd"][6]) is Counter
@@ -110,7 +110,7 @@ def test_an_optimizer_comes_back_to_the_bit() -> None:
     optimizer.step()
     tensors, shape = flatten(optimizer.state_dict())
     other = torch.optim.AdamW(torch.nn.Linear(3, 3).parameters(), lr=9.0, fused=True)
-    other.load_state_dict(unflatten(copy.deepcopy(tensors), shape))
+    other.load_state_dict(unflatten(shape, copy.deepcopy(tensors).__getitem__))
     assert str(other.state_dict()) == str(optimizer.state_dict())
 
 

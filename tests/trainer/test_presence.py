@@ -46,7 +46,7 @@ def test_ranks_show_their_pages_and_rank_0_tells_of_every_commit(
     wait_until(note_phases, what="the end of the ranks")
     assert ranks.wait() == [0, 0], ranks.log()
 
-    hellos = {m.rank: m for m in agent.heard if isinstance(m, Hello)}
+    hellos = {m.rank: m for m in agent.heard if isinstance(m, Hello) and m.page}
     assert {h.rank: (h.role, h.job, h.generation, h.world_size) for h in hellos.values()} == {
         0: ("rank", "nonce", 3, 2),
         1: ("rank", "nonce", 3, 2),
@@ -62,7 +62,8 @@ def test_ranks_show_their_pages_and_rank_0_tells_of_every_commit(
     assert last.step_s >= last.forward_s + last.backward_s > 0
 
     commits = agent.commits()
-    assert [(c.id, c.final, c.samples) for c in commits] == [
+    # Markers of two that were in flight together may be put down in any order.
+    assert sorted((c.id, c.final, c.samples) for c in commits) == [
         ("s000004-g3", False, 48),
         ("s000008-g3", False, 96),
         ("s000012-g3", True, 144),
@@ -114,21 +115,18 @@ def test_a_full_disk_is_told_and_training_goes_on(
 ) -> None:
     script = tmp_path / "full.py"
     script.write_text("""
-import errno, os, sys
+import os, sys
 from pathlib import Path
 from everstep.trainer import config, train
-from everstep.trainer.snapshot.files import HashedFiles
-real = HashedFiles.open
-def full(self, path):
-    if os.environ["RANK"] == "1" and "s000004" in str(path):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return real(self, path)
-HashedFiles.open = full
+if os.environ["RANK"] == "1":
+    os.environ["EVERSTEP_FAULT"] = "mid-file:enospc"
 train.train(*config.load(Path(sys.argv[1])))
 """)
     ranks = start_ranks(2, script, write_config(), env=place(agent, 1))
     assert ranks.wait() == [0, 0], ranks.log()
-    assert [c.id for c in agent.commits()] == ["s000008-g1", "s000012-g1"]
+    commits = agent.commits()
+    assert len(commits) == 2
+    assert commits[-1].final
     findings = [m.finding for m in agent.heard if isinstance(m, RankFinding)]
     assert [f.name for f in findings] == ["snapshot.failed"]
     assert "rank 1: No space left on device" in findings[0].summary

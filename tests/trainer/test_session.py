@@ -8,6 +8,7 @@ import pytest
 from tests.trainer.ranks import StartRanks, wait_until
 from tests.trainer.test_exact import committed, last_snapshot
 
+from everstep.snapshots import marker
 from everstep.trainer import ledger
 from everstep.trainer.snapshot.compare import differences
 
@@ -63,71 +64,76 @@ def test_a_loop_left_early_resumes_at_the_step_it_did_not_finish(
     assert account.applied == 40
 
 
-SLOW_DISK = """
-import os, sys, time
-from everstep.snapshots import marker
-real = marker.write
-def slow(folder, facts):
-    until = time.monotonic() + 1.0
-    while time.monotonic() < until:
-        time.sleep(0.05)
-    real(folder, facts)
-marker.write = slow
-sys.argv[0] = sys.argv.pop(1)
-import runpy
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 def test_no_rank_ends_well_before_the_last_snapshot_is_durable(
     tmp_path: Path, start_ranks: StartRanks
 ) -> None:
-    script = tmp_path / "slow.py"
-    script.write_text(SLOW_DISK)
-    ranks = start_ranks(3, script, EXAMPLE, tmp_path / "run")
+    slow = {"EVERSTEP_FAULT": "before-marker:sleep=1"}
+    ranks = start_ranks(3, EXAMPLE, tmp_path / "run", env=slow)
     ranks.wait_for_one()
     assert committed(tmp_path / "run", 200)
     assert ranks.wait() == [0] * 3
 
 
 STANDS_STILL = """
-import pathlib, runpy, sys, time
-from everstep.snapshots import marker
-from everstep.trainer.snapshot.files import HashedFiles
-script, run, at = sys.argv[1:4]
-def stand_at(path):
-    if "s000100" in str(path) and at in path.name:
-        pathlib.Path(run, "standing").touch()
-        while True:
-            time.sleep(1)
-real_open, real_write = HashedFiles.open, marker.write
-def open_(self, path):
-    stand_at(path)
-    return real_open(self, path)
-def write(folder, facts):
-    stand_at(folder / marker.NAME)
-    real_write(folder, facts)
-HashedFiles.open, marker.write = open_, write
-sys.argv = [script, run]
-runpy.run_path(script, run_name="__main__")
+import sys, time
+import torch
+from everstep.trainer import Session, SessionConfig
+hooks = {"snapshot": {"every_steps": 1, "when_busy": "wait"}}
+with Session(SessionConfig(run_dir=sys.argv[1]), hooks=hooks) as session:
+    model = session.wrap(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    begin = session.snapshot_state({"model": model, "optimizer": optimizer})
+    print("begun at", begin)
+    for step in session.steps(4):
+        while step.number == 3 and not begin:
+            time.sleep(0.1)
+        session.step(optimizer, loss=model(torch.ones(2, 2)).mean())
 """
 
 
-@pytest.mark.parametrize("at", ["__0_0.distcp", "__1_0.distcp", ".metadata", "COMMIT.json"])
-def test_a_kill_in_the_middle_of_a_save_never_costs_the_one_before(
-    at: str, tmp_path: Path, start_ranks: StartRanks
+def test_a_kill_of_all_ranks_in_the_middle_of_a_save_does_not_cost_it(
+    tmp_path: Path, start_ranks: StartRanks
 ) -> None:
     script, run = tmp_path / "stands.py", tmp_path / "run"
     script.write_text(STANDS_STILL)
-    ranks = start_ranks(2, script, EXAMPLE, run, at)
-    wait_until((run / "standing").exists, what="the save")
+    slow = {"EVERSTEP_FAULT": "before-part:sleep=2#2"}
+    ranks = start_ranks(2, script, run, env=slow)
+    save = run / "snapshots" / "s000002-g1"
+    wait_until(lambda: len(list(save.glob("__*"))) == 2, what="the save")
     ranks.kill()
     assert ranks.wait() == [-9, -9]
-    assert committed(run, 50)
-    assert not committed(run, 100)
-
-    again = start_ranks(2, EXAMPLE, run)
+    assert not committed(run, 2)
+    wait_until(lambda: committed(run, 2), what="what the writers finish without the ranks")
+    again = start_ranks(2, script, run)
     assert again.wait() == [0, 0], again.log()
-    names = [e.name for e in (run / "snapshots").iterdir()]
-    assert "s000100-g2" in names
-    assert "s000100-g1" not in names, "what was left unfinished is cleared away"
+    assert committed(run, 4)
+    assert "begun at 2" in again.log()
+
+
+LOSES_ITS_WRITER = """
+import os, sys
+import torch
+from everstep.trainer import Session, SessionConfig
+hooks = {"snapshot": {"every_steps": 1, "when_busy": "wait"}}
+with Session(SessionConfig(run_dir=sys.argv[1]), hooks=hooks) as session:
+    model = session.wrap(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session.snapshot_state({"model": model, "optimizer": optimizer})
+    for step in session.steps(6):
+        if step.number == 2:  # the first writer runs; the next ones are healthy
+            del os.environ["EVERSTEP_FAULT"]
+        session.step(optimizer, loss=model(torch.ones(2, 2)).mean())
+"""
+
+
+@pytest.mark.parametrize("point", ["mid-file", "before-part", "before-metadata", "before-marker"])
+def test_a_writer_that_dies_costs_what_it_had_in_flight_and_is_replaced(
+    point: str, tmp_path: Path, start_ranks: StartRanks
+) -> None:
+    script, run = tmp_path / "loses.py", tmp_path / "run"
+    script.write_text(LOSES_ITS_WRITER)
+    ranks = start_ranks(2, script, run, env={"EVERSTEP_FAULT": f"{point}:kill"})
+    assert ranks.wait() == [0, 0], ranks.log()
+    assert "snapshot.failed: s000001-g1" in ranks.log(0)
+    assert not (run / "snapshots" / "s000001-g1" / marker.NAME).exists()
+    assert committed(run, 6), "the last one is tried again"

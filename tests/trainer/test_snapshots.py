@@ -2,144 +2,176 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.trainer.snapshot_bench import DEADLINE_S, Bench, Values, alone, bench, same
 
-from everstep.sdk import Finding
-from everstep.snapshots import catalogue, marker
+from everstep.snapshots import marker
 from everstep.snapshots.marker import Marker, SnapshotError
-from everstep.trainer.snapshot.engine import Engine, Outside, Wishes
-from everstep.trainer.snapshot.files import HashedFiles
-from everstep.trainer.snapshot.restore import Restored, restore
-from everstep.trainer.snapshot.save import Saver
-from everstep.wire.ids import SnapshotId
 
-DEADLINE_S = 30.0
-MakeFiles = Callable[[], HashedFiles]
+MakeBench = Callable[..., Bench]
 
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[dist.ProcessGroup]:
     """A process group of one."""
-    store = dist.HashStore()  # type: ignore[attr-defined]  # public, not in its stubs
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    own = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
-    assert own is not None
-    yield own
+    yield alone()
     dist.destroy_process_group()
 
 
-class Bench:
-    """One engine with everything it talks to."""
-
-    def __init__(self, folder: Path, group: dist.ProcessGroup, files: MakeFiles) -> None:
-        self.folder = folder
-        self.group = group
-        self.findings: list[Finding] = []
-        self.commits: list[Marker] = []
-        self.acknowledged = True
-        self.stale: str | None = None
-        self.wishes = Wishes()
-        saver = Saver(folder, group, stale=lambda: self.stale, clock=lambda: 5.0, files=files)
-        outside = Outside(
-            self.findings.append,
-            lambda found, *_: self.commits.append(found),
-            lambda _: self.acknowledged,
-            lambda: 5.0,
-        )
-        self.engine = Engine(saver, outside, self.wishes, first=True)
-
-    def take(self, tensors: dict[str, torch.Tensor], step: int, *, generation: int = 1) -> None:
-        facts = Marker(
-            id=str(SnapshotId(step, generation)),
-            step=step,
-            generation=generation,
-            job="j",
-            world_size=1,
-            seed=0,
-            samples=step * 12,
-        )
-        self.engine.take(tensors, facts)
-
-    def save(self, tensors: dict[str, torch.Tensor], step: int, *, generation: int = 1) -> None:
-        self.take(tensors, step, generation=generation)
-        assert self.engine.wait(DEADLINE_S)
-
-    def load(self, *ids: str) -> Restored | None:
-        self.rejected: list[str] = []
-        return restore(
-            self.folder,
-            [SnapshotId.parse(i) for i in ids],
-            group=self.group,
-            wanted=lambda _: True,
-            rejected=lambda id_, why: self.rejected.append(f"{id_}: {why}"),
-        )
-
-    def names(self) -> list[str]:
-        return [str(e.id) for e in catalogue.entries(self.folder) if e.committed]
-
-
-MakeBench = Callable[..., Bench]
-
-
 @pytest.fixture
-def bench(group: dist.ProcessGroup, tmp_path: Path) -> Iterator[MakeBench]:
-    made: list[Bench] = []
+def make(group: dist.ProcessGroup, tmp_path: Path) -> Iterator[MakeBench]:
+    with ExitStack() as stack:
 
-    def make(folder: Path | None = None, files: Callable[[], HashedFiles] = HashedFiles) -> Bench:
-        made.append(Bench(folder or tmp_path / "snapshots", group, files))
-        return made[-1]
+        def start(folder: Path | None = None, **options: Any) -> Bench:
+            return stack.enter_context(bench(folder or tmp_path / "snapshots", group, **options))
 
-    yield make
-    for one in made:
-        assert one.engine.close(DEADLINE_S)
+        yield start
 
 
-def weights(value: float) -> dict[str, torch.Tensor]:
-    return {"model.a": torch.full((1000,), value), "model.b": torch.tensor(value)}
+def weights(value: float) -> dict[str, Values]:
+    return {"model": Values(a=torch.full((1000,), value), b=torch.tensor(value))}
 
 
-class Gated(HashedFiles):
-    """Opens no file before the gate does."""
+def training(*, seed: int = 0, width: int = 300) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    objects = {"model": model, "optimizer": optimizer}
+    train(objects)
+    return objects
 
-    gate = threading.Event()
 
-    def open(self, path: Path) -> BinaryIO:
-        assert self.gate.wait(DEADLINE_S)
-        return super().open(path)
+def train(objects: dict[str, Any]) -> None:
+    model, optimizer = objects["model"], objects["optimizer"]
+    model(torch.rand(4, model[0].in_features)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-def test_what_training_changes_after_the_copy_is_not_in_the_snapshot(bench: MakeBench) -> None:
-    Gated.gate.clear()
-    made = bench(files=Gated)
-    live = weights(1.0)
-    made.take(live, step=10)
-    for tensor in live.values():
-        tensor.fill_(2.0)
-    Gated.gate.set()
+def values(objects: dict[str, Any]) -> dict[str, torch.Tensor]:
+    found = {f"model.{k}": v.clone() for k, v in objects["model"].state_dict().items()}
+    for number, state in objects["optimizer"].state_dict()["state"].items():
+        found |= {f"optimizer.{number}.{k}": v.clone() for k, v in state.items()}
+    return found
+
+
+def test_what_training_changes_after_the_call_is_not_in_the_snapshot(make: MakeBench) -> None:
+    made = make()
+    objects = training()
+    before = values(objects)
+    made.take(objects, 10)
+    objects["model"][1].running_mean.fill_(7.0)  # a buffer changes during the next forward
+    made.engine.wait_copied()
+    train(objects)
     assert made.engine.wait(DEADLINE_S)
+    assert any(not same(v, before[k]) for k, v in values(objects).items())
 
-    loaded = made.load("s000010-g1")
-    assert loaded is not None
-    assert all(torch.equal(loaded.tensors[k], v) for k, v in weights(1.0).items())
-    assert loaded.marker.samples == 120
-    assert [m.id for m in made.commits] == ["s000010-g1"]
+    other = training(seed=5)
+    found = made.load(other, "s000010-g1")
+    assert found is not None
+    assert found.marker.samples == 120
+    after = values(other)
+    assert after.keys() == before.keys()
+    assert all(same(after[k], v) for k, v in before.items())
 
 
-def test_plain_torch_reads_it(bench: MakeBench) -> None:
-    made = bench()
+def test_the_tensors_that_exist_are_loaded_into_and_nothing_is_copied_twice(
+    make: MakeBench,
+) -> None:
+    made = make()
+    made.save(training(), 1)
+    other = training(seed=5)
+    places = {k: v.data_ptr() for k, v in other["model"].state_dict().items()}
+    moments = {id(p): s["exp_avg"].data_ptr() for p, s in other["optimizer"].state.items()}
+    made.load(other, "s000001-g1")
+    assert places == {k: v.data_ptr() for k, v in other["model"].state_dict().items()}
+    assert moments == {id(p): s["exp_avg"].data_ptr() for p, s in other["optimizer"].state.items()}
+
+
+def test_a_tensor_that_changes_while_it_is_copied_costs_that_snapshot_and_no_other(
+    make: MakeBench,
+) -> None:
+    made = make()
+    objects = training(width=2000)
+    gate = objects["model"][0].weight
+    made.engine.lay_out(lambda: made.content(objects).state({}))
+    for step in range(1, 30):
+        made.take(objects, step)
+        with torch.no_grad():
+            gate.add_(1.0)  # nobody steps, so nobody waits
+        made.engine.wait_copied()
+        assert made.engine.wait(DEADLINE_S)
+        if made.findings:
+            break
+    else:
+        pytest.skip("the copies were always faster than this thread")
+    assert "model.0.weight changed while being copied" in made.findings[0].summary
+    assert f"s{step:06d}-g1" not in made.names()
+
+    expected = gate.detach().clone()
+    made.take(objects, 99)
+    with torch.no_grad():
+        gate.add_(1.0)
+    made.engine.wait_copied()
+    assert made.engine.wait(DEADLINE_S)
+    other = training(seed=5, width=2000)
+    made.load(other, "s000099-g1")
+    assert same(other["model"][0].weight, expected), "from then on it is copied at once"
+
+
+STRANGE: dict[str, torch.Tensor] = {
+    "nothing": torch.empty(0, 3),
+    "one": torch.tensor(3.0),
+    "bf16": torch.randn(7, 3).bfloat16(),
+    "fp8": torch.randn(9).to(torch.float8_e4m3fn),
+    "int": torch.arange(5),
+    "bool": torch.tensor([True, False, True]),
+    "complex": torch.randn(4, dtype=torch.complex64),
+    "conj": torch.randn(4, dtype=torch.complex64).conj(),
+    "transposed": torch.arange(6.0).reshape(2, 3).t(),
+    "strided": torch.arange(100_000.0)[::2],
+    "channels_last": torch.randn(4, 8, 20, 20).to(memory_format=torch.channels_last),
+    "expanded": torch.tensor([1.0]).expand(5),
+    "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
+    "large": torch.randn(50_000),
+}
+
+
+@pytest.mark.parametrize("tier", ["disk", "memory"])
+def test_tensors_of_any_kind_come_back_to_the_bit(tier: str, make: MakeBench) -> None:
+    made = make()
+    base = torch.arange(10.0)
+    tied = {"view": base[2:5], "whole": base, "again": base}
+    objects = {"odd": Values(**STRANGE, **tied, plain=[1, None, "x", b"y", {3: (4.5,)}])}
+    made.save(objects, 1)
+    other = {"odd": Values()}
+    found = made.load(other, "s000001-g1", tiers=tier)
+    assert found is not None
+    assert found.tier == tier
+    assert other["odd"].values["plain"] == [1, None, "x", b"y", {3: (4.5,)}]
+    for name, tensor in (STRANGE | tied).items():
+        assert same(other["odd"].values[name], tensor.resolve_conj()), name
+
+
+def test_what_cannot_be_described_is_refused_by_name(make: MakeBench) -> None:
+    made = make()
+    with pytest.raises(SnapshotError, match=r"odd\.sparse is a .*sparse"):
+        made.save({"odd": Values(sparse=torch.ones(3).to_sparse())}, 1)
+
+
+def test_plain_torch_reads_it(make: MakeBench) -> None:
+    made = make()
     model = torch.nn.Linear(3, 2)
-    made.save({f"model.{k}": v for k, v in model.state_dict().items()}, step=1)
+    made.save({"model": model}, 1)
 
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -162,18 +194,31 @@ def truncate(path: Path) -> None:
 @pytest.mark.parametrize("fault", [damage_bit, truncate, Path.unlink])
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "COMMIT.json"])
 def test_any_damage_is_seen_and_the_one_before_is_taken(
-    file: str, fault: Callable[[Path], None], bench: MakeBench
+    file: str, fault: Callable[[Path], None], make: MakeBench
 ) -> None:
-    made = bench()
+    made = make()
     for step in (1, 2):
         made.save(weights(float(step)), step)
     fault(made.folder / "s000002-g1" / file)
 
-    loaded = made.load("s000002-g1", "s000001-g1")
-    assert loaded is not None
-    assert loaded.tensors["model.b"].item() == 1.0
+    objects = weights(0.0)
+    assert made.load(objects, "s000002-g1", "s000001-g1")
+    assert objects["model"].values["b"].item() == 1.0
     assert len(made.rejected) == 1
     assert file in made.rejected[0]
+
+
+def test_every_single_bit_of_the_file_counts(make: MakeBench) -> None:
+    made = make()
+    made.save({"model": Values(a=torch.arange(3.0))}, 1)
+    path = made.folder / "s000001-g1" / "__0_0.distcp"
+    whole = path.read_bytes()
+    for position in range(0, 8 * len(whole), 997):
+        data = bytearray(whole)
+        data[position // 8] ^= 1 << position % 8
+        path.write_bytes(data)
+        with pytest.raises(SnapshotError, match="damaged"):
+            made.load({"model": Values()}, "s000001-g1")
 
 
 def test_every_single_bit_of_the_marker_counts() -> None:
@@ -189,50 +234,32 @@ def test_every_single_bit_of_the_marker_counts() -> None:
             continue
 
 
-def test_when_none_is_good_it_says_what_is_wrong_with_each(bench: MakeBench) -> None:
-    made = bench()
+def test_when_none_is_good_it_says_what_is_wrong_with_each(make: MakeBench) -> None:
+    made = make()
     made.save(weights(1.0), 1)
     truncate(made.folder / "s000001-g1" / "__0_0.distcp")
     with pytest.raises(SnapshotError) as caught:
-        made.load("s000009-g4", "s000001-g1")
+        made.load(weights(0.0), "s000009-g4", "s000001-g1")
     assert "s000009-g4 does not exist" in str(caught.value)
     assert "bytes, " in str(caught.value)
-    assert made.load() is None, "no names means: begin"
+    assert made.load(weights(0.0)) is None, "no names means: begin"
 
 
-class Failing(HashedFiles):
-    """A disk with one fault, once."""
-
-    fault: OSError | None = None
-    at = ""
-
-    def open(self, path: Path) -> BinaryIO:
-        if self.at in path.name and (fault := Failing.fault):
-            Failing.fault = None
-            raise fault
-        return super().open(path)
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("at", ["distcp", "metadata"])
-def test_a_disk_error_costs_that_snapshot_only(
-    at: str, number: int, bench: MakeBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = bench(files=Failing)
-    made.save(weights(1.0), 1)
-    monkeypatch.setattr(Failing, "at", at)
-    monkeypatch.setattr(Failing, "fault", OSError(number, os.strerror(number)))
-    made.save(weights(2.0), 2)
-    assert os.strerror(number) in (made.engine.last_error or "")
-    assert [f.name for f in made.findings] == ["snapshot.failed"]
-    assert not (made.folder / "s000002-g1").exists(), "half of one must not eat the space"
-
-    made.save(weights(3.0), 3)
+@pytest.mark.parametrize("fault", ["enospc", "eio"])
+@pytest.mark.parametrize("point", ["mid-file", "before-metadata"])
+def test_a_disk_error_costs_that_snapshot_only(point: str, fault: str, make: MakeBench) -> None:
+    made = make(fault=f"{point}:{fault}#2")
+    for step in (1, 2, 3):
+        made.save(weights(float(step)), step)
+        if step == 2:
+            assert [f.name for f in made.findings] == ["snapshot.failed"]
+            assert made.engine.last_error
+            assert not (made.folder / "s000002-g1").exists(), "half of one must not eat the space"
     assert made.engine.last_error is None
     assert made.names() == ["s000001-g1", "s000003-g1"]
-    loaded = made.load("s000003-g1")
-    assert loaded is not None
-    assert loaded.tensors["model.b"].item() == 3.0
+    objects = weights(0.0)
+    assert made.load(objects, "s000003-g1")
+    assert objects["model"].values["b"].item() == 3.0
 
 
 @pytest.fixture
@@ -251,46 +278,98 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_disk_that_is_really_full_is_survived(bench: MakeBench, tiny_disk: Path) -> None:
-    made = bench(tiny_disk / "snapshots")
+def test_a_disk_that_is_really_full_is_survived(make: MakeBench, tiny_disk: Path) -> None:
+    made = make(tiny_disk / "snapshots")
     made.save(weights(1.0), 1)
-    made.save({"model.big": torch.ones(100_000)}, 2)
+    big = {"model": Values(a=torch.ones(100_000))}
+    made.take(big, 2)
+    assert made.engine.misfit == "model.b is no longer in the state"
+    made.save(big, 3)
     assert "No space left on device" in (made.engine.last_error or "")
-    made.save(weights(3.0), 3)
-    assert made.names() == ["s000001-g1", "s000003-g1"]
+    made.engine.misfit = "again"
+    made.save(weights(4.0), 4)
+    assert made.names() == ["s000001-g1", "s000004-g1"]
 
 
-def test_retention_keeps_the_newest_and_deletes_nothing_unacknowledged(bench: MakeBench) -> None:
-    made = bench()
-    made.wishes.policy(keep=2, at_end=True, wait_when_busy=False)
-    made.acknowledged = False
+def test_state_that_grows_costs_one_snapshot_and_is_laid_out_anew(make: MakeBench) -> None:
+    made = make()
+    model = Values(a=torch.ones(10))
+    made.save({"model": model}, 1)
+    model.values["b"] = torch.ones(20)
+    made.save({"model": model}, 2)
+    assert made.names() == ["s000001-g1"]
+    assert "model.b is new in the state" in made.findings[0].summary
+    made.save({"model": model}, 3)
+    model.values["text"] = "x" * 300_000
+    made.save({"model": model}, 4)
+    assert "outgrown" in made.findings[1].summary
+    made.save({"model": model}, 5)
+    assert made.names() == ["s000001-g1", "s000003-g1", "s000005-g1"]
+    other = Values()
+    made.load({"model": other}, "s000005-g1")
+    assert len(other.values["text"]) == 300_000
+
+
+def test_the_newest_whole_slot_is_never_the_one_that_is_filled(make: MakeBench) -> None:
+    made = make()
     for step in range(1, 5):
+        made.save(weights(float(step)), step, disk=False)
+        objects = weights(0.0)
+        assert made.load(objects, f"s{step:06d}-g1", tiers="memory")
+        assert objects["model"].values["b"].item() == step
+    held = sorted(s.sealed.facts.step for s in made.engine.slots.slots if s.sealed)
+    assert held == [3, 4]
+    assert made.names() == [], "nobody asked for disk"
+    assert made.held == [f"s{step:06d}-g1" for step in range(1, 5)]
+
+
+def test_a_damaged_slot_falls_to_the_disk_and_says_so(make: MakeBench) -> None:
+    made = make()
+    made.save(weights(1.0), 1)
+    slot = next(s for s in made.engine.slots.slots if s.sealed)
+    slot.bytes[-5000] ^= 1
+    objects = weights(0.0)
+    found = made.load(objects, "s000001-g1", tiers="both")
+    assert found is not None
+    assert found.tier == "disk"
+    assert objects["model"].values["b"].item() == 1.0
+    assert made.rejected == [
+        "s000001-g1 memory: the slot's memory is damaged: its checksum does not fit"
+    ]
+
+
+def test_without_memory_there_are_no_snapshots_and_training_goes_on(make: MakeBench) -> None:
+    made = make(slots=0)
+    made.save(weights(1.0), 1)
+    assert "no memory" in made.findings[0].summary
+    assert not made.engine.busy(disk=True)
+
+
+def test_one_slot_is_enough_for_the_disk(make: MakeBench) -> None:
+    made = make(slots=1)
+    for step in (1, 2, 3):
         made.save(weights(float(step)), step)
-    assert made.names() == [f"s{n:06d}-g1" for n in range(1, 5)]
-    made.acknowledged = True
-    made.save(weights(5.0), 5)
-    made.engine.close(DEADLINE_S)
-    assert made.names() == ["s000004-g1", "s000005-g1"]
+    assert made.names() == ["s000001-g1", "s000002-g1", "s000003-g1"]
 
 
-def test_a_stale_generation_neither_commits_nor_deletes(bench: MakeBench) -> None:
-    made = bench()
+def test_while_one_is_written_there_is_room_for_one_in_memory(make: MakeBench) -> None:
+    made = make(fault="before-open:sleep=1")
+    made.take(weights(1.0), 1)
+    assert made.engine.wait_ready(DEADLINE_S, disk=False)
+    assert made.engine.busy(disk=True)
+    made.take(weights(2.0), 2, disk=False)
+    assert made.engine.wait_ready(DEADLINE_S, disk=True)
+    assert made.held == ["s000001-g1", "s000002-g1"]
+    assert made.engine.wait(DEADLINE_S)
+    assert made.names() == ["s000001-g1"]
+
+
+def test_retention_keeps_the_newest(make: MakeBench) -> None:
+    made = make()
     made.wishes.policy(keep=2, at_end=True, wait_when_busy=False)
-    made.save(weights(1.0), 1)
-    made.save(weights(1.0), 2, generation=2)
-    made.stale = "generation 2 has taken over"
-    made.save(weights(9.0), 9)
-    made.stale = None
-    made.save(weights(9.0), 11)
-    made.save(weights(9.0), 12)
-    assert made.names() == ["s000001-g1", "s000002-g2", "s000011-g1", "s000012-g1"]
+    for step in range(1, 6):
+        made.save(weights(float(step)), step)
+    made.link.close()
+    from tests.trainer.ranks import wait_until
 
-
-def test_what_an_earlier_job_left_under_the_same_name_is_moved_aside(bench: MakeBench) -> None:
-    made = bench()
-    made.save(weights(1.0), 1)
-    made.save(weights(2.0), 1)
-    loaded = made.load("s000001-g1")
-    assert loaded is not None
-    assert loaded.tensors["model.b"].item() == 2.0
-    assert (made.folder / "s000001-g1.aside" / marker.NAME).exists()
+    wait_until(lambda: made.names() == ["s000004-g1", "s000005-g1"], what="retention")

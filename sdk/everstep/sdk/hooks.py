@@ -9,7 +9,7 @@ argument and may return a `Decision` up to and including `before_update`:
     backward(step)       the last backward is done: gradients are the mean over all ranks
     before_update(step)  loss, tokens and decision votes of all ranks are about to be settled
     after_update(step)   the update was applied, or was skipped by all ranks alike
-    snapshot(taken)      the state was copied to host memory; writing goes on in the background
+    snapshot(taken)      a snapshot was begun; copying and writing go on in the background
     run_end(run)         the last step is done and its snapshot is durable
 
 What hooks vote is joined over all ranks in the one small all-reduce that a step waits for anyway;
@@ -193,7 +193,7 @@ class Step(Protocol):
 
 
 class SnapshotTaken(Protocol):
-    """A snapshot that was just copied out of the live state."""
+    """A snapshot that is being copied out of the live state."""
 
     @property
     def id(self) -> str:
@@ -207,12 +207,17 @@ class SnapshotTaken(Protocol):
 
     @property
     def stall_s(self) -> float:
-        """How long the loop was blocked by the copy."""
+        """How long the loop was blocked so far."""
         ...
 
     @property
     def final(self) -> bool:
         """Whether it is the one at the end of the run."""
+        ...
+
+    @property
+    def disk(self) -> bool:
+        """Whether it goes to disk, or is kept in memory only."""
         ...
 
 
@@ -232,10 +237,28 @@ class Snapshots(Protocol):
         """How long the newest one took to become durable; rank 0 knows, others say None."""
         ...
 
-    def ask(self) -> None:
-        """Ask for one after this step's update; call it from `before_update`."""
+    def ask(self, *, disk: bool = True) -> None:
+        """Ask for one after this step's update; call it from `before_update`.
+
+        Without `disk` it is kept in memory only.
+        """
         ...
 
-    def policy(self, *, keep: int, at_end: bool, wait_when_busy: bool) -> None:
-        """Say how many to keep, whether to take one at the end, and what when one is in flight."""
+    def policy(
+        self,
+        *,
+        keep: int,
+        at_end: bool,
+        wait_when_busy: bool,
+        keep_every_steps: int = 0,
+        budget_gb: float = 0.0,
+        in_memory: bool = True,
+        place: str = "",
+    ) -> None:
+        """Say what to keep on disk: the newest `keep`, every so many steps, within a budget.
+
+        `at_end` takes one at the end of the run; `wait_when_busy` holds the loop up where one is
+        due while another is in flight. `in_memory` has the newest held in the node's memory too;
+        `place` is where they go, a folder or a URL ("": below the run's own folder).
+        """
         ...

@@ -99,6 +99,7 @@ class Taken:
     stall_s: float = 0.0
     id: str = ""
     final: bool = False
+    disk: bool = True
 
 
 class FakeSnapshots:
@@ -106,10 +107,10 @@ class FakeSnapshots:
         self.asked = False
         self.write_s: float | None = None
 
-    def ask(self) -> None:
-        self.asked = True
+    def ask(self, *, disk: bool = True) -> None:
+        self.asked |= disk
 
-    def policy(self, *, keep: int, at_end: bool, wait_when_busy: bool) -> None:
+    def policy(self, *, keep: int, at_end: bool, wait_when_busy: bool, **more: object) -> None:
         pass
 
 

@@ -17,17 +17,23 @@ from everstep.sdk.hooks import Decision
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_NON_FINITE, _SKIP, _STOP, _SNAPSHOT, _BUSY, _HOOKS = range(6)
+_NON_FINITE, _SKIP, _STOP, _SNAPSHOT, _MEMORY, _BUSY, _LAYOUT, _HOOKS = range(8)
 
 
 class Vote(NamedTuple):
-    """What this rank brings."""
+    """What this rank brings.
+
+    `snapshot` asks for one on disk, `memory` for one in memory at least; `busy` says that none
+    could be taken here now, `layout` that the state has outgrown its layout.
+    """
 
     finite: bool
     decision: Decision
     snapshot: bool
     busy: bool
     failures: Sequence[int]
+    memory: bool = False
+    layout: bool = False
 
 
 class Agreed(NamedTuple):
@@ -38,6 +44,8 @@ class Agreed(NamedTuple):
     snapshot: bool
     busy: bool
     failures: Sequence[int]
+    memory: bool = False
+    layout: bool = False
 
 
 class Agreement:
@@ -72,7 +80,9 @@ class Agreement:
             vote.decision is Decision.SKIP_UPDATE,
             vote.decision is Decision.STOP,
             vote.snapshot,
+            vote.memory,
             vote.busy,
+            vote.layout,
             *vote.failures,
         ]
         self._votes.copy_(torch.tensor(mine, dtype=torch.float64))
@@ -84,7 +94,9 @@ class Agreement:
             finite=not all_votes[_NON_FINITE],
             decision=_worst(all_votes),
             snapshot=bool(all_votes[_SNAPSHOT]),
+            memory=bool(all_votes[_MEMORY]),
             busy=bool(all_votes[_BUSY]),
+            layout=bool(all_votes[_LAYOUT]),
             failures=[int(n) for n in all_votes[_HOOKS:]],
         )
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-import msgspec
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.sdk import ConfigError, EverstepError
 from everstep.trainer import rng
-from everstep.trainer.snapshot.tree import flatten, unflatten
+from everstep.trainer.snapshot.state import State
+from everstep.trainer.snapshot.tree import flatten, local
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from everstep.trainer.snapshot.restore import Restored
     from everstep.wire.ids import SnapshotId
-
-_STATE, _RNG = "everstep.state", "everstep.rng."
 
 
 class HasState(Protocol):
@@ -52,23 +51,24 @@ class Content:
     def __bool__(self) -> bool:
         return bool(self._objects)
 
-    def tensors(self, hooks: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return everything as flat tensors, live ones: they must be copied before the next step.
+    def state(self, hooks: Mapping[str, Any]) -> State:
+        """Return everything as it is: the tensors are the live ones.
 
-        What is no tensor is packed into one that only rank 0 brings, so that ranks whose packing
-        differs in length cannot spoil it for one another.
+        Raises SnapshotError for what snapshots cannot hold.
         """
-        states = {name: thing.state_dict() for name, thing in self._objects.items()}
-        tensors, shape = flatten(states)
-        tensors[f"{_RNG}{self._rank}"] = rng.pack()
-        if self._rank == 0:
-            rest = msgspec.msgpack.encode({"shape": shape, "hooks": hooks})
-            tensors[_STATE] = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
-        return tensors
+        tensors, shape = flatten({n: thing.state_dict() for n, thing in self._objects.items()})
+        return State(tensors, self._steady(tensors), shape, hooks, rng.pack())
 
-    def wanted(self, name: str) -> bool:
-        """Say whether this rank needs a tensor: all but other ranks' random states."""
-        return not name.startswith(_RNG) or name == f"{_RNG}{self._rank}"
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the live tensors by path, those that sharded optimizers make later included."""
+        for optimizer in self.optimizers:
+            _make_sharded_state(optimizer)
+        return flatten({n: thing.state_dict() for n, thing in self._objects.items()})[0]
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Those of the objects that step."""
+        return [t for t in self._objects.values() if hasattr(t, "param_groups")]
 
     def apply(self, restored: Restored, *, world_size: int) -> dict[str, Any]:
         """Give every object its state back and return the hooks' states.
@@ -76,16 +76,28 @@ class Content:
         At another world size a rank's random states have no successor: they start anew from
         (seed, step, rank). Raises ConfigError for a snapshot of something else.
         """
-        tensors = dict(restored.tensors)
-        rest = msgspec.msgpack.decode(tensors.pop(_STATE).numpy().tobytes())
-        random_states = tensors.pop(f"{_RNG}{self._rank}", None)
-        self._load(unflatten(tensors, rest["shape"]), restored.id)
-        if random_states is not None and restored.marker.world_size == world_size:
-            rng.unpack(random_states)
+        self._load(restored.states, restored.id)
+        facts = restored.marker
+        if restored.rng is not None and facts.world_size == world_size:
+            rng.unpack(restored.rng)
         else:
-            rng.seed(restored.marker.seed, step=restored.marker.step, rank=self._rank)
-        hooks: dict[str, Any] = rest["hooks"]
-        return hooks
+            rng.seed(facts.seed, step=facts.step, rank=self._rank)
+        return restored.hooks
+
+    def _steady(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        """Return the paths of what an optimizer's step alone changes, as far as one can know."""
+        owned = {
+            local(parameter).data_ptr()
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        stepping = {n for n, t in self._objects.items() if isinstance(t, torch.optim.Optimizer)}
+        return frozenset(
+            path
+            for path, tensor in tensors.items()
+            if path.split(".", 1)[0] in stepping or local(tensor).data_ptr() in owned
+        )
 
     def _load(self, states: Mapping[str, dict[str, Any]], id_: SnapshotId) -> None:
         for name, thing in self._objects.items():
@@ -100,3 +112,26 @@ class Content:
                     f"{name!r} of snapshot {id_} does not fit the one of this run, which has "
                     f"another shape: set it as it was, or use another run_dir ({exc})"
                 ) from exc
+
+
+def _make_sharded_state(optimizer: Any) -> None:
+    """Have an optimizer of DTensors make its state, which says how that is sharded here.
+
+    As torch's own `get_optimizer_state_dict` does it: one step with gradients of zero and a
+    learning rate of zero changes no parameter, and what it leaves is loaded over.
+    """
+    groups = optimizer.param_groups
+    parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+    if optimizer.state or not any(isinstance(p, DTensor) for p in parameters):
+        return
+    gradients = [p.grad for p in parameters]
+    rates = [group["lr"] for group in groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if torch.is_tensor(group["lr"]) else 0.0
+    optimizer.step()
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient

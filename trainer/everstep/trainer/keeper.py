@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from everstep.sdk import ConfigError
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from everstep.sdk import ConfigError, Finding
 from everstep.snapshots import catalogue
 from everstep.snapshots.marker import Marker, SnapshotError
-from everstep.trainer.group import claim_generation, from_first, newest_generation
-from everstep.trainer.snapshot.engine import Engine, Outside, Taken, Wishes
+from everstep.trainer.group import claim_generation, from_all, from_first
+from everstep.trainer.snapshot.disk import Disk
+from everstep.trainer.snapshot.engine import Engine, Outside, Taken
+from everstep.trainer.snapshot.memory import Memory
+from everstep.trainer.snapshot.ordering import Ordering, Target
+from everstep.trainer.snapshot.outlets import Outlets
 from everstep.trainer.snapshot.restore import restore
-from everstep.trainer.snapshot.save import Saver
 from everstep.wire.ids import SnapshotId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    import torch
+    from collections.abc import Callable
 
     from everstep.trainer.config import SessionConfig
     from everstep.trainer.content import Content
@@ -27,11 +31,15 @@ if TYPE_CHECKING:
     from everstep.trainer.order import Range
     from everstep.trainer.place import Seat
     from everstep.trainer.presence import Presence
-    from everstep.trainer.snapshot.restore import Restored
+    from everstep.trainer.snapshot.restore import Rejection, Restored
+    from everstep.trainer.snapshot.state import State
+    from everstep.trainer.snapshot.wishes import Wishes
 
 log = logging.getLogger(__name__)
 
 _FINAL_TRIES, _FINAL_PAUSE_S = 3, 1.0
+_ANSWER_S = 10.0
+"""How much later than its deadline the writer's own word on a snapshot may come."""
 
 
 class Keeper:
@@ -46,25 +54,38 @@ class Keeper:
         presence: Presence,
         wishes: Wishes,
     ) -> None:
-        self.folder = run_dir / "snapshots"
         self.wishes = wishes
+        self.place = wishes.place or str(run_dir.absolute() / "snapshots")
         self.generation = _generation(run_dir, seat)
-        self._run_dir = run_dir
         self._seat = seat
         self._config = config
         self._presence = presence
         self._group = groups.saving
         self._saved_step = 0
-        saver = Saver(self.folder, groups.saving, stale=self._stale, clock=time.time)
+        self._outlets = Outlets(seat, wishes, report=presence.report)
         outside = Outside(
-            presence.report,
-            lambda m, write_s, stall_s: presence.committed(
-                m, self.folder, write_s=write_s, stall_s=stall_s
-            ),
-            presence.acknowledged,
-            time.time,
+            report=presence.report,
+            held=presence.held,
+            durable=lambda write_s: setattr(wishes, "write_s", write_s),
+            attach=self._outlets.attach,
+            write=self._outlets.write,
+            hold=self._outlets.hold,
+            more=self._outlets.more,
+            clock=time.time,
         )
-        self.engine = Engine(saver, outside, wishes, first=seat.rank == 0)
+        # Under a coordinator an older generation's commit is refused there, by its number.
+        claims = "" if seat.generation is not None else str(run_dir.absolute() / "generations")
+        target = Target(
+            place=self.place,
+            agent_socket=str(seat.socket or ""),
+            generations=claims,
+            deadline_s=config.save_timeout_s,
+        )
+        ordering = Ordering(target, seat.rank, seat.world_size, lambda: wishes.retention)
+        self.engine = Engine(groups.saving, outside, ordering)
+        self._outlets.on_reply = self.engine.heard
+        # Whoever calls `step`: from here on the live state changes.
+        self._guard = register_optimizer_step_pre_hook(lambda *_: self.engine.wait_copied())
 
     def restore(self, content: Content) -> Restored | None:
         """Return the snapshot to begin from, agreed by all ranks; None to begin at the beginning.
@@ -73,43 +94,52 @@ class Keeper:
         one found belongs to a run with another seed.
         """
         seat = self._seat
+        self.engine.wait_copied()
         ids = from_first(
-            catalogue.candidates(catalogue.entries(self.folder), job=seat.job, named=seat.resume)
+            catalogue.candidates(
+                catalogue.entries(Path(self.place)), job=seat.job, named=seat.resume
+            )
         )
+        here = {"rank": seat.rank, "world_size": seat.world_size}
+        slots = self._outlets.fetch() if ids else []
         found = restore(
-            self.folder,
             ids,
+            [Memory(slots, job=seat.job, **here), Disk(Path(self.place), **here)],
+            content,
+            where=self.place,
             group=self._group,
-            wanted=content.wanted,
-            rejected=self._presence.rejected,
+            rejected=self._rejected,
         )
+        self.engine.inherit(slots, found.id if found else None)
         if found is None:
             return None
         if found.marker.seed != self._config.seed:
             raise ConfigError(
-                f"{self.folder / str(found.id)} was made with seed {found.marker.seed}, this run "
+                f"{self.place}/{found.id} was made with seed {found.marker.seed}, this run "
                 f"has seed {self._config.seed}: the order of samples would change in mid-run. "
                 f"Set seed = {found.marker.seed}, or use another run_dir"
             )
         self._saved_step = found.marker.step
-        log.info("resumed from %s", found.id)
+        log.info("resumed from %s (%s)", found.id, found.tier)
         return found
 
-    def warm(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Allocate the host memory while nobody waits for it."""
-        self.engine.warm(tensors)
+    def lay_out(self, look: Callable[[], State]) -> None:
+        """Settle who writes what, and get the memory for it, while all ranks are here."""
+        self.engine.lay_out(look)
 
     def take(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        state: State,
         *,
         step: int,
         samples: int,
         skip: list[Range],
         final: bool,
+        disk: bool,
     ) -> Taken:
-        """Copy the tensors as they are now and have them written; `samples` is the next index."""
-        self._wait()
+        """Begin a snapshot of the state as it is now; `samples` is the next index."""
+        if not self.engine.wait_ready(self._config.save_timeout_s + _ANSWER_S, disk=disk):
+            raise SnapshotError(self._hanging())
         facts = Marker(
             id=str(SnapshotId(step, self.generation)),
             step=step,
@@ -121,47 +151,80 @@ class Keeper:
             skip_windows=skip,
             final=final,
         )
-        return self.engine.take(tensors, facts)
+        return self.engine.take(state, facts, disk=disk)
 
-    def finish(self, step: int, take: Callable[[], object] | None) -> None:
+    def finish(
+        self, step: int, look: Callable[[], State], take: Callable[[], object] | None
+    ) -> None:
         """Wait for what is in flight and, where `take` is given, see to it that `step` is on disk.
 
-        Raises SnapshotError when that cannot be done.
+        `look` says what there is, where that must be laid out anew. Raises SnapshotError when it
+        cannot be done.
         """
+        newest, error = 0, None
         for attempt in range(_FINAL_TRIES + 1):
-            self._wait()
-            if take is None or self._newest_step() == step:
+            newest, error = self._settled()
+            if take is None or newest == step:
                 return
             if attempt == _FINAL_TRIES:
                 break
             if attempt:
                 time.sleep(_FINAL_PAUSE_S)
+            if any(from_all(bool(self.engine.misfit))):
+                self.lay_out(look)
             take()
         raise SnapshotError(
-            f"the training is done, but its last snapshot could not be written to {self.folder}: "
-            f"{self.engine.last_error}. Mend that and start the job again: it resumes from step "
-            f"{self._newest_step()}"
+            f"the training is done, but its last snapshot could not be written to {self.place}: "
+            f"{error}. Mend that and start the job again: it resumes from step {newest}"
         )
 
-    def _newest_step(self) -> int:
-        newest = self.engine.newest
-        return newest.step if newest else self._saved_step
+    def close(self, timeout_s: float) -> None:
+        """Let go of the writer and the memory; what is in flight is finished without us."""
+        self._guard.remove()
+        self._outlets.close(timeout_s)
+        self.engine.abandon()
 
-    def _wait(self) -> None:
-        if not self.engine.wait(self._config.save_timeout_s):
-            raise SnapshotError(
-                f"a snapshot in {self.folder} is not on disk after {self._config.save_timeout_s} s "
-                "and its writer does not come back: is that disk or share hanging?"
+    def abandon(self) -> None:
+        """Let go at once; a writer of our own finishes by itself when this process has ended."""
+        self._guard.remove()
+        self._outlets.abandon()
+        self.engine.abandon()
+
+    def _settled(self) -> tuple[int, str | None]:
+        """Wait for what is in flight; return what the lead knows: newest step, last error."""
+        engine = self.engine
+        engine.wait_copied()
+        in_time = engine.wait(self._config.save_timeout_s + _ANSWER_S)
+        why = "" if in_time else self._hanging()
+        newest = engine.newest.step if engine.newest else self._saved_step
+        box = [(newest, engine.last_error, why)]
+        # Not among the votes of a step, so the group that only snapshots use.
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        newest, error, lead_why = box[0]
+        if why or lead_why:
+            raise SnapshotError(why or lead_why)
+        return newest, error
+
+    def _hanging(self) -> str:
+        return (
+            f"a snapshot in {self.place} is not on disk after {self._config.save_timeout_s} s "
+            "and its writer does not come back: is that disk or share hanging?"
+        )
+
+    def _rejected(self, rejection: Rejection) -> None:
+        tier = rejection.tier
+        self._presence.report(
+            Finding(
+                name="snapshot.rejected",
+                component="job",
+                severity="error" if rejection.lost else "warning",
+                summary=f"{rejection.id} cannot be used from {tier} by rank {self._seat.rank}: "
+                f"{rejection.why}",
+                at_s=time.time(),
             )
-
-    def _stale(self) -> str | None:
-        # Under a coordinator an older generation's commit is refused there, by its number.
-        if self._seat.generation is not None:
-            return None
-        newest = newest_generation(self._run_dir)
-        if newest == self.generation:
-            return None
-        return f"generation {newest} has taken over this run's folder; this is {self.generation}"
+        )
+        if rejection.lost or tier == "memory":
+            self._presence.rejected(rejection.id, rejection.why, memory=tier == "memory")
 
 
 def _generation(run_dir: Path, seat: Seat) -> int:

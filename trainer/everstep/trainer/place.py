@@ -19,11 +19,13 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
     """Who this rank is. Without everstep around it, `job` is empty and `generation` is None.
 
     `resume` None means that nobody chose: the newest good snapshot in the run's folder is taken.
+    `writer` is the socket of the launcher's snapshot writer; without one the rank starts its own.
     """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    local_world_size: int = 1
     launched: bool = False
     job: str = ""
     generation: int | None = None
@@ -31,16 +33,19 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
     skip: tuple[Range, ...] = ()
     socket: Path | None = None
     mtbf_s: float | None = None
+    writer: Path | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Seat:
         """Read it. Raises ConfigError naming the variable that makes no sense."""
         resume = environ.get("EVERSTEP_RESUME")
         socket = environ.get("EVERSTEP_SOCKET")
+        writer = environ.get("EVERSTEP_WRITER")
         return cls(
             rank=_number(environ, "RANK") or 0,
             world_size=_number(environ, "WORLD_SIZE") or 1,
             local_rank=_number(environ, "LOCAL_RANK") or 0,
+            local_world_size=_number(environ, "LOCAL_WORLD_SIZE") or 1,
             launched="RANK" in environ and "MASTER_ADDR" in environ,
             job=environ.get("EVERSTEP_JOB", ""),
             generation=_number(environ, "EVERSTEP_GENERATION"),
@@ -48,6 +53,7 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
             skip=_windows(environ.get("EVERSTEP_SKIP", "")),
             socket=Path(socket) if socket else None,
             mtbf_s=_number(environ, "EVERSTEP_MTBF_S") or None,
+            writer=Path(writer) if writer else None,
         )
 
 

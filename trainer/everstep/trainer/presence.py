@@ -15,7 +15,7 @@ from everstep.wire.messages import (
     Hello,
     RankFinding,
     Refused,
-    SnapshotCommitted,
+    SnapshotHeld,
     SnapshotRejected,
 )
 from everstep.wire.page import PageWriter, Place, StepRecord
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from everstep.trainer.place import Seat
     from everstep.trainer.timeline import Moment
     from everstep.wire.ids import SnapshotId
-    from everstep.wire.messages import AgentMessage, Finding, Phase
+    from everstep.wire.messages import AgentMessage, ClientMessage, Finding, Phase
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ class Presence:
         self._rank = seat.rank
         self._page = _page(seat)
         self._timeline = _timeline(seat, clock)
-        self._link = _link(seat, seat.socket, self._page, self._timeline) if seat.socket else None
+        self._newest_held: SnapshotHeld | None = None
+        self._link = _link(seat, seat.socket, self._page, self._again) if seat.socket else None
         self._written = 0
         self.phase: Phase = "start"
 
@@ -110,36 +111,28 @@ class Presence:
                 RankFinding(nonce=self._job, rank=self._rank, step=self._written, finding=finding)
             )
 
-    def committed(self, marker: Marker, folder: Path, *, write_s: float, stall_s: float) -> None:
-        """Tell the coordinator that a snapshot's marker is durable."""
+    def held(self, marker: Marker, replicated: bool) -> None:  # noqa: FBT001  a callback's form
+        """Tell the coordinator that a snapshot is whole in this node's memory; from any thread."""
+        self._newest_held = SnapshotHeld(
+            nonce=self._job,
+            id=marker.id,
+            step=marker.step,
+            generation=marker.generation,
+            rank=self._rank,
+            replicated=replicated,
+        )
         if self._link:
-            self._link.post(
-                SnapshotCommitted(
-                    nonce=self._job,
-                    id=marker.id,
-                    step=marker.step,
-                    generation=marker.generation,
-                    path=str(folder / marker.id),
-                    world_size=marker.world_size,
-                    bytes=marker.bytes,
-                    write_s=write_s,
-                    stall_s=stall_s,
-                    samples=marker.samples,
-                    final=marker.final,
-                )
-            )
+            self._link.send(self._newest_held)
 
-    def rejected(self, id_: SnapshotId, why: str) -> None:
-        """Tell everybody that a snapshot cannot be used."""
-        log.error("snapshot %s cannot be used: %s", id_, why)
+    def rejected(self, id_: SnapshotId, why: str, *, memory: bool) -> None:
+        """Tell everybody that a snapshot cannot be used, or (`memory`) not from memory."""
         if self._link:
-            self._link.post(SnapshotRejected(nonce=self._job, id=str(id_), why=why))
+            self._link.post(SnapshotRejected(nonce=self._job, id=str(id_), why=why, memory=memory))
 
-    def acknowledged(self, wait_s: float) -> bool:
-        """Return whether the coordinator has everything posted; without an agent, always."""
-        if self._link is None:
-            return True
-        return self._link.coordinator_up and self._link.flush(wait_s)
+    def _again(self) -> list[ClientMessage]:
+        """Return what a coordinator that is reached anew must be told again."""
+        told = self._timeline.told if self._timeline else None
+        return [message for message in (told, self._newest_held) if message]
 
     def close(self, *, flush_s: float) -> None:
         """Flush for at most so long, hang up and drop the page."""
@@ -179,7 +172,7 @@ def _timeline(seat: Seat, clock: Callable[[], float]) -> Timeline | None:
 
 
 def _link(
-    seat: Seat, socket: Path, page: PageWriter | None, timeline: Timeline | None
+    seat: Seat, socket: Path, page: PageWriter | None, again: Callable[[], list[ClientMessage]]
 ) -> AgentLink:
     hello = Hello(
         role="rank",
@@ -195,7 +188,7 @@ def _link(
         socket,
         hello,
         on_message=_heard,
-        greeting=lambda: [hello, *([timeline.told] if timeline else [])],
+        greeting=lambda: [hello, *again()],
         page_fd=page.fd if page else None,
     )
     link.start()

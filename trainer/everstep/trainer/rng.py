@@ -36,7 +36,7 @@ def derived(seed_: int, *, step: int, rank: int) -> int:
     return value
 
 
-def pack() -> torch.Tensor:
+def pack() -> bytes:
     """Return the state of Python's, NumPy's and torch's global generators as bytes."""
     name, keys, *numpy_rest = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
@@ -45,12 +45,12 @@ def pack() -> torch.Tensor:
         "torch": torch.get_rng_state().numpy().tobytes(),
         "cuda": [s.numpy().tobytes() for s in _cuda_states()],
     }
-    return torch.frombuffer(bytearray(msgspec.msgpack.encode(states)), dtype=torch.uint8)
+    return msgspec.msgpack.encode(states)
 
 
-def unpack(packed: torch.Tensor) -> None:
+def unpack(packed: bytes) -> None:
     """Put the generators back where `pack` found them."""
-    states = msgspec.msgpack.decode(packed.numpy().tobytes())
+    states = msgspec.msgpack.decode(packed)
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = states["numpy"]

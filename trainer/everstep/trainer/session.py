@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -36,7 +37,7 @@ from everstep.trainer.order import take
 from everstep.trainer.place import Seat
 from everstep.trainer.presence import Presence
 from everstep.trainer.replicate import detach, replicate
-from everstep.trainer.snapshot.engine import Wishes
+from everstep.trainer.snapshot.wishes import Wishes
 from everstep.trainer.step import Run, Step
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from everstep.trainer.config import SessionConfig
     from everstep.trainer.order import Range
     from everstep.trainer.snapshot.restore import Restored
+    from everstep.trainer.snapshot.state import State
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +152,7 @@ class Session:
         done = self.run.done
         self._presence.enter("snapshot", step=done)
         wanted = self._keeper.wishes.at_end and bool(self._content)
-        self._keeper.finish(done, (lambda: self._take(final=True)) if wanted else None)
+        self._keeper.finish(done, self._look, partial(self._take, final=True) if wanted else None)
         self._dispatch.fire("run_end", self.run)
         if self.seat.rank == 0:
             log.info("hooks took: %s", self._dispatch.cost())
@@ -160,7 +162,8 @@ class Session:
         self._close_files(flush_s=_TEARDOWN_S)
         for model in self._wrapped:
             detach(model)
-        if not (self._keeper.engine.close(_TEARDOWN_S) and self._groups.close(_TEARDOWN_S)):
+        self._keeper.close(_TEARDOWN_S)
+        if not self._groups.close(_TEARDOWN_S):
             log.warning("the process group does not come down; leaving without it")
             leave_without_groups()
 
@@ -168,7 +171,7 @@ class Session:
         # A group that lost a peer can stand for ever in its own teardown: it is not asked to.
         for model in self._wrapped:
             detach(model)
-        self._keeper.engine.close(0.0)
+        self._keeper.abandon()
         self._close_files(flush_s=flush_s)
         leave_without_groups()
 
@@ -270,6 +273,7 @@ class Session:
         applied = agreed.decision is Decision.PROCEED
         if applied:
             optimizer.step()
+            step.snapshot_s += self._keeper.engine.waited()
         optimizer.zero_grad(set_to_none=True)
         step.update_s = step.lap()
         step.end()
@@ -305,10 +309,13 @@ class Session:
             finite=step.finite,
             decision=step.decision,
             snapshot=wishes.asked,
-            busy=self._keeper.engine.busy,
+            memory=wishes.asked_memory,
+            # A rank that does not ask may be the one whose disk is slow.
+            busy=self._keeper.engine.busy(disk=wishes.asked or not wishes.asked_memory),
+            layout=bool(self._keeper.engine.misfit),
             failures=self._dispatch.failures(),
         )
-        wishes.asked = False
+        wishes.answered()
         agreed = self._agreement.settle(vote)
         self._dispatch.settle(agreed.failures)
         step.decision = agreed.decision
@@ -323,15 +330,16 @@ class Session:
         if self._ledger:
             loss = step.loss if math.isfinite(step.loss) else None
             self._ledger.add(ledger.Line(step.number, step.share, applied, time.time(), loss))
-        if first and self._content:
-            self._keeper.warm(self._content.tensors(self._dispatch.state()))
+        # After the first step an optimizer has all its state, and nobody waits for this one.
+        if self._content and (agreed.layout or (first and self._keeper.wishes.wanted)):
+            self._keeper.lay_out(self._look)
         if first:
             self._presence.enter("step")
         self._dispatch.fire("after_update", step)
         self._presence.at_least(step.number)
         self._watch_skips(applied=applied, finite=agreed.finite)
-        if agreed.snapshot and self._content:
-            self._snapshot(busy=agreed.busy)
+        if (agreed.snapshot or agreed.memory) and self._content:
+            self._snapshot(busy=agreed.busy, disk=agreed.snapshot)
 
     def _watch_skips(self, *, applied: bool, finite: bool) -> None:
         self._skips_in_a_row = 0 if applied else self._skips_in_a_row + 1
@@ -343,26 +351,32 @@ class Session:
             f"{why}. Resume from a snapshot before that, with a lower learning rate or other data"
         )
 
-    def _snapshot(self, *, busy: bool) -> None:
-        if busy and not self._keeper.wishes.wait_when_busy:
+    def _snapshot(self, *, busy: bool, disk: bool) -> None:
+        if busy and not (disk and self._keeper.wishes.wait_when_busy):
             log.info("snapshot at step %d left out: one is in flight", self.run.done)
             return
         self._presence.enter("snapshot")
-        self._stall_s = self._take(final=False)
+        begin = time.perf_counter()
+        self._take(disk=disk)
+        self._stall_s = time.perf_counter() - begin
         self._presence.enter("step")
 
-    def _take(self, *, final: bool) -> float:
-        """Take a snapshot of now and return how long that held up the loop, in seconds."""
-        begin = time.perf_counter()
+    def _take(self, *, final: bool = False, disk: bool = True) -> None:
+        """Begin a snapshot of now."""
+        if not self._keeper.engine.laid_out:
+            self._keeper.lay_out(self._look)
         taken = self._keeper.take(
-            self._content.tensors(self._dispatch.state()),
+            self._look(),
             step=self.run.done,
             samples=self._samples,
             skip=self._skip,
             final=final,
+            disk=disk,
         )
         self._dispatch.fire("snapshot", taken)
-        return time.perf_counter() - begin
+
+    def _look(self) -> State:
+        return self._content.state(self._dispatch.state())
 
     def _open_ledger(self, found: Restored | None) -> None:
         seat = self.seat

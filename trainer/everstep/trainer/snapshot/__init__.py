@@ -1,1 +1,1 @@
-"""Snapshots: copied out in one go, written in the background, believed only when verified."""
+"""Snapshots: copied while training goes on, written by another process, believed when verified."""

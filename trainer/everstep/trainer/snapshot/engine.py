@@ -1,186 +1,320 @@
-"""Takes snapshots of one rank: copies in the training thread, writes in a thread of its own.
+"""Takes snapshots of one rank: copied into a slot while training goes on, written by the writer.
 
-One copy at a time. While one is being written the next that is due is left out or waited for, as
-the policy says; which of the two is agreed by all ranks before anything is copied.
+A save asks nothing of other ranks: what each writes was settled with the layout. Only when the
+state has another shape than at the last layout must all ranks lay it out anew (`misfit`).
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from everstep.sdk import Finding
-from everstep.snapshots import catalogue
-from everstep.snapshots.marker import Marker, SnapshotError
-from everstep.snapshots.orders import Policy
-from everstep.trainer.snapshot.host import HostBuffers
-from everstep.trainer.snapshot.save import Request
+from everstep.snapshots.marker import SnapshotError
+from everstep.snapshots.orders import Done, PartDone, Refused, Write
+from everstep.trainer.snapshot.capture import Capture, await_all, pin
+from everstep.trainer.snapshot.fitting import Fitting
+from everstep.trainer.snapshot.ordering import NO_SLOT
+from everstep.trainer.snapshot.slot import Slot
+from everstep.trainer.snapshot.slots import Slots
 from everstep.wire.ids import SnapshotId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Sequence
 
-    import torch
+    import torch.distributed as dist
 
-    from everstep.trainer.snapshot.save import Saver
+    from everstep.snapshots.marker import Marker
+    from everstep.snapshots.orders import FromWriter
+    from everstep.trainer.snapshot.ordering import Ordering
+    from everstep.trainer.snapshot.state import State
 
 log = logging.getLogger(__name__)
 
-_ACK_WAIT_S = 0.5
-
 
 class Taken(msgspec.Struct, frozen=True):
-    """A snapshot that was copied out; writing goes on."""
+    """A snapshot that is being copied out; copying and writing go on."""
 
     id: str
     step: int
     stall_s: float
     final: bool
+    disk: bool
 
 
 @dataclass(frozen=True)
 class Outside:
-    """Whom the engine tells: findings, commits, and whether commits so far are acknowledged.
+    """Whom the engine tells, and what it needs of the world.
 
-    `committed` is called on rank 0 with the marker, the seconds it took to write and the seconds
-    the loop stood still. `acknowledged` waits at most so many seconds.
+    `held` hears of each snapshot that is whole in memory, and whether that is the whole state;
+    `durable`, on the lead, how long one took. `attach` shows the writer all slots,
+    `write` has a sealed one written, `hold` has the slots outlive this process;
+    `more` says how many to make (of what size, and how many there are).
     """
 
     report: Callable[[Finding], None]
-    committed: Callable[[Marker, float, float], None]
-    acknowledged: Callable[[float], bool]
+    held: Callable[[Marker, bool], None]
+    durable: Callable[[float], None]
+    attach: Callable[[Sequence[Slot]], None]
+    write: Callable[[Write], None]
+    hold: Callable[[Sequence[Slot]], None]
+    more: Callable[[int, int], int]
     clock: Callable[[], float]
 
 
-class Wishes:
-    """What the hooks want of the engine (`everstep.sdk.hooks.Snapshots`)."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self.write_s: float | None = None
-        self.keep = 3
-        self.at_end = False
-        self.wait_when_busy = False
-
-    def ask(self) -> None:
-        """Ask for a snapshot after this step's update."""
-        self.asked = True
-
-    def policy(self, *, keep: int, at_end: bool, wait_when_busy: bool) -> None:
-        """Say how many to keep, whether to take one at the end, and what when one is in flight."""
-        self.keep, self.at_end, self.wait_when_busy = keep, at_end, wait_when_busy
+class _Order(NamedTuple):
+    number: int
+    facts: Marker
+    disk: bool
 
 
 class Engine:
-    """The same on every rank; `first` is the one that deletes old snapshots and reports commits."""
+    """The same on every rank of `group`, whose rank 0 is the lead: it learns of every commit."""
 
-    def __init__(self, saver: Saver, outside: Outside, wishes: Wishes, *, first: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, outside: Outside, ordering: Ordering) -> None:
         self.newest: SnapshotId | None = None
         self.last_error: str | None = None
-        self._saver = saver
+        self.misfit = ""
+        self.slots = Slots()
+        self._group = group
         self._outside = outside
-        self._wishes = wishes
-        self._first = first
-        self._host = HostBuffers()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="everstep-snapshots", daemon=True)
-        self._thread.start()
+        self._ordering = ordering
+        self._fitting: Fitting | None = None
+        self._found: list[Slot] = []
+        self._resumed = ""
+        self._are_held = self._abandoned = False
+        self._hasty: set[str] = set()
+        self._capture: Capture | None = None
+        self._stall_s = self._waited_s = 0.0
+        self._answered: SnapshotId | None = None
+        self._pending: set[str] = set()
+        self._commits = threading.Condition()
 
     @property
-    def busy(self) -> bool:
-        """Whether a snapshot is being written."""
-        return not self._idle.is_set()
+    def laid_out(self) -> bool:
+        """Whether `lay_out` has been called."""
+        return self._fitting is not None
 
-    def warm(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Allocate the host memory that a snapshot needs."""
-        self._host.warm(tensors)
+    def busy(self, *, disk: bool) -> bool:
+        """Say whether a snapshot could not be taken now for others in flight."""
+        return bool(self.slots.slots) and not self.slots.ready(disk=disk)
 
-    def take(self, tensors: Mapping[str, torch.Tensor], facts: Marker) -> Taken:
-        """Copy the tensors as they are now and hand them to the writer.
+    def inherit(self, found: Sequence[Slot], resumed: SnapshotId | None) -> None:
+        """Take over slots that a predecessor filled; those that suit are used again.
 
-        Call it on all ranks at the same step, with no snapshot in flight.
+        What they hold counts no more, but for the snapshot that was resumed from.
         """
-        self._idle.clear()
-        begin = time.perf_counter()
-        copied = self._host.copy(tensors)
-        stall_s = time.perf_counter() - begin
-        id_ = SnapshotId(facts.step, facts.generation)
-        self._requests.put(Request(id_, copied, facts, stall_s))
-        return Taken(facts.id, facts.step, stall_s, facts.final)
+        self._found += found
+        self._resumed = str(resumed)
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is in flight; False when that took longer."""
-        return self._idle.wait(timeout_s)
+    def abandon(self) -> None:
+        """Give the memory up; a copy that is under way ends by itself."""
+        self._abandoned = True
+        for slot in (*self._found, *self.slots.slots):
+            slot.close()
+        self._found = []
 
-    def close(self, timeout_s: float) -> bool:
-        """End the thread; False when it is stuck, which the caller must not wait for."""
-        self._requests.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+    # ------------------------------------------------------------------------ on all ranks
 
-    def _run(self) -> None:
-        while (request := self._requests.get()) is not None:
-            try:
-                self._save(request)
-            finally:
-                self._idle.set()
-            if self._first and self.newest is not None:
-                self._retain(request.marker, self.newest)
+    def lay_out(self, look: Callable[[], State]) -> None:
+        """Settle with all ranks who writes what, and make the slots; call it on all of them.
 
-    def _save(self, request: Request) -> None:
-        begin = time.perf_counter()
+        Raises SnapshotError on all of them when the state is not one that can be saved.
+        """
+        self.wait_copied()
+        self.slots.wait_idle(self._ordering.target.deadline_s)
+        self._fitting = Fitting.settle(look, self._group, rank=self._ordering.rank)
+        self.misfit = ""
+        self._make_slots(self._fitting)
+
+    def take(self, state: State, facts: Marker, *, disk: bool) -> Taken:
+        """Begin to copy the state as it is now; have it written to disk, or only held in memory.
+
+        Call it on all ranks at the same step, after `lay_out`, while not busy. When it cannot be
+        done the snapshot fails, and training goes on.
+        """
+        assert self._fitting is not None, "snapshots come after the layout"
+        self._stall_s, begin = 0.0, time.perf_counter()
+        if disk and self._ordering.rank == 0:
+            with self._commits:
+                self._pending.add(facts.id)
         try:
-            marker = self._saver.save(request)
+            number = self._claim(self._fitting, state, disk=disk)
         except SnapshotError as exc:
-            self._failed(request.id, str(exc))
-        except RuntimeError as exc:
-            # The group is broken: a rank is gone, and so are we in a moment.
-            self._failed(request.id, f"the ranks lost each other while writing: {exc}")
+            self._give_up(facts, str(exc), disk=disk)
         else:
-            self.last_error = None
-            self.newest = request.id
-            if self._first:
-                write_s = self._wishes.write_s = time.perf_counter() - begin
-                self._outside.committed(marker, write_s, request.stall_s)
+            self._fill(self._fitting, state, _Order(number, facts, disk))
+        self._stall_s = time.perf_counter() - begin
+        return Taken(facts.id, facts.step, self._stall_s, facts.final, disk)
 
-    def _failed(self, id_: SnapshotId, why: str) -> None:
-        self.last_error = why
-        log.error("snapshot failed", extra={"snapshot": str(id_), "error": why})
-        if self._first:
-            self._outside.report(
-                Finding(
-                    name="snapshot.failed",
-                    component="job",
-                    severity="error",
-                    summary=f"{id_} in {self._saver.folder}: {why}. Training goes on; the one "
-                    f"before is kept, the next is tried as usual. Check space and health of "
-                    f"that disk",
-                    at_s=self._outside.clock(),
-                )
-            )
+    # -------------------------------------------------------------------------- on one rank
 
-    def _retain(self, last: Marker, newest: SnapshotId) -> None:
-        # What the coordinator has not journaled it cannot name; until then nothing is deleted.
-        if not self._outside.acknowledged(_ACK_WAIT_S):
-            return
-        folder = self._saver.folder
+    def wait_copied(self) -> None:
+        """Return when the live state may be changed again; call it before any optimizer's step."""
+        if self._capture is not None:
+            begin = time.perf_counter()
+            self._capture.wait()
+            self._capture = None
+            self._waited_s += time.perf_counter() - begin
+
+    def waited(self) -> float:
+        """Return how many seconds `wait_copied` has waited since this was last asked."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
+    def wait_ready(self, timeout_s: float, *, disk: bool) -> bool:
+        """Wait until a snapshot can be taken; False when that took longer."""
+        return not self.slots.slots or self.slots.wait_ready(timeout_s, disk=disk)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until nothing is in flight, commits included; False when that took longer."""
+        end = time.monotonic() + timeout_s
+        if not self.slots.wait_idle(timeout_s):
+            return False
+        with self._commits:
+            return self._commits.wait_for(lambda: not self._pending, end - time.monotonic())
+
+    def heard(self, reply: FromWriter) -> None:
+        """Take what the writer says; called on its link's thread."""
+        match reply:
+            case PartDone():
+                if reply.slot != NO_SLOT:
+                    self.slots.written(reply.slot)
+                if reply.why and self._ordering.rank:
+                    log.error("snapshot failed", extra={"snapshot": reply.id, "error": reply.why})
+            case Done():
+                self._committed(reply)
+            case Refused():
+                log.error("the snapshot writer refused slot %d: %s", reply.slot, reply.why)
+
+    # ------------------------------------------------------------------------------ inside
+
+    def _make_slots(self, fitting: Fitting) -> None:
+        await_all()  # an abandoned session of this process may still fill one
+        made = self._adopted(fitting)
         try:
-            gone = catalogue.doomed(
-                catalogue.entries(folder),
-                job=last.job,
-                generation=last.generation,
-                policy=Policy(keep=self._wishes.keep),
-                newest=newest,
-            )
-            for id_ in gone:
-                catalogue.remove(folder / str(id_))
+            for _ in range(self._outside.more(fitting.slot_bytes, len(made))):
+                made.append(Slot.create(fitting.layout, appended=fitting.metadata))
         except OSError as exc:
-            log.warning("old snapshots stay", extra={"folder": str(folder), "error": str(exc)})
+            log.warning("memory for a snapshot: %s", exc.strerror)
+        self.slots = Slots(made)
+        self._are_held = False
+        self._outside.attach(made)
+        warming = (made, fitting.on_device)
+        threading.Thread(target=_warm, args=warming, name="everstep-warm", daemon=True).start()
+
+    def _adopted(self, fitting: Fitting) -> list[Slot]:
+        """Return the inherited slots that suit, and close all others."""
+        suit = [s for s in self._found if s.adopt(fitting.layout, appended=fitting.metadata)]
+        for slot in (*self._found, *self.slots.slots):
+            if slot not in suit:
+                slot.close()
+            elif slot.sealed and slot.sealed.facts.id != self._resumed:
+                slot.begin()
+        self._found = []
+        return suit
+
+    def _claim(self, fitting: Fitting, state: State, *, disk: bool) -> int:
+        self.misfit = fitting.misfit(state)
+        if self.misfit:
+            raise SnapshotError(f"{self.misfit}; the next one will have it")
+        if not self.slots.slots:
+            raise SnapshotError("there is no memory for a copy of the state")
+        number = self.slots.claim(disk=disk)
+        if number is None:
+            raise SnapshotError("no slot is free")
+        return number
+
+    def _fill(self, fitting: Fitting, state: State, order: _Order) -> None:
+        slots = self.slots
+        slot = slots.slots[order.number]
+
+        def done(changed: list[str], error: str, waited_s: float) -> None:
+            why = error or self._torn(changed)
+            self._captured(slots, fitting, order, why=why, waited_s=waited_s)
+
+        slot.begin()
+        fitting.pack(state, slot)
+        self._capture = Capture(fitting.copies(state, slot, hasty=self._hasty), done)
+
+    def _torn(self, changed: list[str]) -> str:
+        if not changed:
+            return ""
+        # Whoever changes it between two steps does so every time: from now on it is copied while
+        # the loop stands still.
+        self._hasty |= set(changed)
+        names = ", ".join(sorted(changed)[:3])
+        return f"{names} changed while being copied, outside of an optimizer's step"
+
+    def _captured(
+        self, slots: Slots, fitting: Fitting, order: _Order, *, why: str, waited_s: float
+    ) -> None:
+        """Seal the slot and hand it on; called on the capture's thread."""
+        number, facts, disk = order
+        try:
+            if why:
+                raise SnapshotError(why)  # noqa: TRY301  told as any other failure is
+            sealed = fitting.seal(slots.slots[number], facts)
+        except SnapshotError as exc:
+            slots.filled(number, whole=False, writing=False)
+            self._give_up(facts, str(exc), disk=disk)
+            return
+        writing = disk and not self._abandoned
+        slots.filled(number, whole=True, writing=writing)
+        if self._abandoned:
+            return
+        if not self._are_held:
+            # Not before there is something in them: what is held so far may be all there is.
+            self._are_held = True
+            self._outside.hold(slots.slots)
+        self._outside.held(facts, fitting.replicated)
+        if writing:
+            stall_s = self._stall_s + waited_s
+            self._outside.write(self._ordering.part(number, sealed, fitting, stall_s=stall_s))
+
+    def _give_up(self, facts: Marker, why: str, *, disk: bool) -> None:
+        """Let the lead know that this rank's part will not come."""
+        log.error("snapshot failed", extra={"snapshot": facts.id, "error": why})
+        if disk:
+            self._outside.write(self._ordering.missing(facts, why))
+        else:
+            self._report(facts.id, why)
+
+    def _committed(self, reply: Done) -> None:
+        id_ = SnapshotId.parse(reply.id)
+        # Two may be in flight, and end in any order.
+        if self._answered is None or id_ >= self._answered:
+            self._answered, self.last_error = id_, reply.why
+        if reply.why:
+            self._report(reply.id, reply.why)
+        else:
+            self.newest = max(id_, self.newest or id_)
+            self._outside.durable(reply.write_s)
+        with self._commits:
+            self._pending.discard(reply.id)
+            self._commits.notify_all()
+
+    def _report(self, id_: str, why: str) -> None:
+        place = self._ordering.target.place
+        self._outside.report(
+            Finding(
+                name="snapshot.failed",
+                component="job",
+                severity="error",
+                summary=f"{id_} in {place}: {why}. Training goes on; the one before is kept, "
+                "the next is tried as usual",
+                at_s=self._outside.clock(),
+            )
+        )
+
+
+def _warm(slots: Sequence[Slot], on_device: bool) -> None:  # noqa: FBT001  a thread's target
+    for slot in slots:
+        slot.warm()
+        if on_device and not pin(slot.bytes):
+            log.warning("the slots cannot be pinned: copies from the device take longer")

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict, defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from everstep.snapshots.marker import SnapshotError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _DICTS = (dict, OrderedDict, defaultdict)
 _PLAIN = (type(None), bool, float, str, bytes)
+_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor)
 
 Node = list[Any]
 """["dict", [[key, node], ...]] | ["list" | "tuple", [node, ...]] | ["tensor", key]
@@ -21,29 +26,47 @@ Node = list[Any]
 def flatten(tree: Any) -> tuple[dict[str, torch.Tensor], Node]:
     """Return the tensors by dotted path, as DCP names them, and the shape they came from.
 
-    Raises SnapshotError for sharded tensors and for two paths that read the same.
+    A DTensor stays one. Raises SnapshotError for tensors that DCP does not describe and for two
+    paths that read the same.
     """
     tensors: dict[str, torch.Tensor] = {}
     return tensors, _describe(tree, "", tensors)
 
 
-def unflatten(tensors: dict[str, torch.Tensor], node: Node) -> Any:
-    """Return what `flatten` was given, with these tensors in it."""
+def unflatten(node: Node, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """Return what `flatten` was given, asking `tensor` for each by its path."""
     kind, body = node
     match kind:
         case "dict":
-            return {key: unflatten(tensors, child) for key, child in body}
+            return {key: unflatten(child, tensor) for key, child in body}
         case "list":
-            return [unflatten(tensors, child) for child in body]
+            return [unflatten(child, tensor) for child in body]
         case "tuple":
-            return tuple(unflatten(tensors, child) for child in body)
+            return tuple(unflatten(child, tensor) for child in body)
         case "tensor":
-            return tensors[body]
+            return tensor(body)
         case "torch":
             # Written by flatten() of this run, and checked bit by bit before it is read.
             return torch.load(io.BytesIO(body), weights_only=False)
         case _:
             return body
+
+
+def paths(node: Node) -> list[str]:
+    """Return the paths of all tensors in it."""
+    kind, body = node
+    if kind == "tensor":
+        return [body]
+    if kind == "dict":
+        return [path for _, child in body for path in paths(child)]
+    if kind in ("list", "tuple"):
+        return [path for child in body for path in paths(child)]
+    return []
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of it that this rank holds; a plain tensor is its own."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _describe(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Node:
@@ -63,10 +86,15 @@ def _describe(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Node:
 
 
 def _tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> Node:
-    if hasattr(value, "placements"):
-        raise SnapshotError(f"{path} is a sharded tensor; snapshots hold replicated state so far")
     if path in tensors:
         raise SnapshotError(f"two entries of the state are both called {path}")
+    strange = type(value) not in _TENSORS
+    if strange or value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        kind = type(value).__name__ if strange else f"{value.layout} tensor on {value.device}"
+        raise SnapshotError(
+            f"{path} is a {kind}: snapshots hold dense tensors and DTensors. Leave it out of "
+            "the state, or give it as one of those"
+        )
     tensors[path] = value.detach()
     return ["tensor", path]
 

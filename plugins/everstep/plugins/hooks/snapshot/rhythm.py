@@ -79,8 +79,9 @@ class Adaptive:
 
     def snapshot(self, taken: SnapshotTaken) -> None:
         """One was taken: the next step says how long it held up the loop."""
-        self._last = taken.step
-        self._just_taken = True
+        if taken.disk:
+            self._last = taken.step
+            self._just_taken = True
 
     def after_update(self, step: Step) -> None:
         """Learn from a finished step, and choose anew when there is news of a snapshot."""

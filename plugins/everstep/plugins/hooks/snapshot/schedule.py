@@ -25,8 +25,13 @@ class SnapshotConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     every_steps: int | Literal["auto"] = 100
     min_every_steps: int = 10  # these two are the limits of "auto"
     max_every_steps: int = 1000
+    memory_every_steps: int = 0
     at_end: bool = True
     keep: int = 3
+    keep_every_steps: int = 0
+    budget_gb: float = 0.0
+    place: str = ""
+    memory: Literal["auto", "off"] = "auto"
     when_busy: Literal["skip", "wait"] = "skip"
 
     def __post_init__(self) -> None:
@@ -46,6 +51,11 @@ class SnapshotConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"keep must be 2 or more, not {self.keep}: if the newest turns out damaged, the "
                 "one before is all there is"
             )
+        for name in ("memory_every_steps", "keep_every_steps", "budget_gb"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name} must be 0 (off) or more, not {value}")
+        if self.memory_every_steps and self.memory == "off":
+            raise ValueError('memory_every_steps needs memory = "auto": it is off')
 
 
 class Snapshot:
@@ -63,16 +73,27 @@ class Snapshot:
         self._report = report
         self._clock = clock
         self._rhythm = self._made(config)
+        self._every_in_memory = config.memory_every_steps
         self._at_end = config.at_end
         self._snapshots = snapshots
         snapshots.policy(
-            keep=config.keep, at_end=config.at_end, wait_when_busy=config.when_busy == "wait"
+            keep=config.keep,
+            at_end=config.at_end,
+            wait_when_busy=config.when_busy == "wait",
+            keep_every_steps=config.keep_every_steps,
+            budget_gb=config.budget_gb,
+            in_memory=config.memory == "auto",
+            place=config.place,
         )
 
     def before_update(self, step: Step) -> None:
         """Ask when the step is due; the last one is taken at the run's end, where all wait."""
-        if not (step.last and self._at_end) and self._rhythm.is_due(step.number):
+        if step.last and self._at_end:
+            return
+        if self._rhythm.is_due(step.number):
             self._snapshots.ask()
+        elif self._every_in_memory and step.number % self._every_in_memory == 0:
+            self._snapshots.ask(disk=False)
 
     def run_start(self, run: Run) -> None:
         """Count from where the run stands."""

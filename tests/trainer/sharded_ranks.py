@@ -1,0 +1,114 @@
+"""Ranks with sharded state, for tests: `sharded_ranks.py MODE FOLDER DO`.
+
+Started by the forge with a place in the environment. DO is `save` (train two steps, save, and put
+down what every tensor was as a whole) or `load` (load, and compare with that).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.trainer.snapshot_bench import bench
+
+ID = "s000002-g1"
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    # 7 does not divide evenly; the last one is empty on the last of three ranks.
+    return nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 12), nn.Linear(12, 2, bias=False))
+
+
+def objects(mode: str, seed: int) -> dict[str, Any]:
+    world = dist.get_world_size()
+    model = network(seed)
+    if mode == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))
+        for layer in model.children():
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif mode == "tp":
+        mesh = init_device_mesh("cpu", (world,))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        if world == 1:
+            plan = {}
+        model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4))
+        parallelize_module(model, mesh, plan)
+    elif mode == "pp":
+        torch.manual_seed(seed)
+        stage = {f"layer{dist.get_rank()}": nn.Linear(4, 4 + dist.get_rank())}
+        model = nn.ModuleDict(stage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    return {"model": model, "optimizer": optimizer}
+
+
+def train(mode: str, made: dict[str, Any]) -> None:
+    model, optimizer = made["model"], made["optimizer"]
+    for number in range(2):
+        torch.manual_seed(number)
+        if mode == "pp":
+            out = next(iter(model.values()))(torch.rand(3, 4))
+        else:
+            out = model(torch.rand(3, 8))
+        out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wholes(made: dict[str, Any]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, thing in made.items():
+        state = thing.state_dict()
+        tensors = state if name == "model" else {}
+        for number, values in ({} if name == "model" else state["state"]).items():
+            tensors |= {f"state.{number}.{k}": v for k, v in values.items()}
+        for key, value in tensors.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            found[f"{name}.{key}"] = whole.detach().clone()
+    return found
+
+
+def main() -> None:
+    mode, folder, do = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    dist.init_process_group("gloo")
+    group = dist.new_group(backend="gloo")
+    assert group is not None
+    own = folder / f"{mode}-{dist.get_rank() if mode == 'pp' else 0}.pt"
+    with bench(folder / "snapshots", group) as made:
+        if do == "save":
+            things = objects(mode, seed=1)
+            train(mode, things)
+            made.save(things, 2)
+            values = wholes(things)
+            if mode == "pp" or dist.get_rank() == 0:
+                torch.save(values, own)
+        else:
+            things = objects(mode, seed=9)
+            assert made.load(things, ID), made.rejected
+            expected, values = torch.load(own), wholes(things)
+            assert values.keys() == expected.keys(), values.keys() ^ expected.keys()
+            for name, value in values.items():
+                assert torch.equal(value, expected[name]), name
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everstep.launch import environment, logs
@@ -13,6 +16,7 @@ from everstep.launch.leave import say
 from everstep.launch.ranks import Ended, Ranks, Started, as_ended, child_end
 from everstep.launch.reforming import Reforming, wanted
 from everstep.launch.warm.opening import close_pool, the_pool
+from everstep.launch.writing import NodeWriter
 from everstep.wire.messages import RankEnded, RanksStarted
 
 if TYPE_CHECKING:
@@ -42,7 +46,11 @@ class Crew:
         pool = the_pool()
         if pool is not None:
             self._ranks.take_along(pool.nurseries(), pool.folder)
-        self._reforming = Reforming(pool, self, say) if wanted(os.environ) else None
+        self._folder = Path(tempfile.mkdtemp(prefix="everstep-"))
+        self._ranks.take_along([], self._folder)
+        self._writer = NodeWriter(self._folder, say)
+        in_place = wanted(os.environ)
+        self._reforming = Reforming(self._folder, pool, self, say) if in_place else None
 
     @property
     def token(self) -> str:
@@ -51,8 +59,9 @@ class Crew:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a rank needs to be reached by us."""
-        return self._reforming.environment if self._reforming else {}
+        """What a rank needs to reach us, and to be reached."""
+        ours = self._writer.environment
+        return ours if self._reforming is None else ours | self._reforming.environment
 
     # ---- started by torchrun
 
@@ -183,7 +192,9 @@ class Crew:
             self._reforming.close()
         close_pool()
         self._ranks.clear()
+        self._writer.close()  # the ranks have ended, and their orders are all in
         self._ranks.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _rank_ended(self, generation: int, ended: Ended) -> None:
         if ended.exit_code == 0 or (self._reforming and self._reforming.absorbs(ended.pid)):

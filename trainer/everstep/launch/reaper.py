@@ -98,10 +98,10 @@ def main(mark: str) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     leaders: dict[int, int] = {}
-    folder = ""
+    folders = []
     for line in sys.stdin:
         if not line.startswith("+"):
-            folder = line.removesuffix("\n")
+            folders.append(line.removesuffix("\n"))
             continue
         pid = int(line[1:])
         try:
@@ -116,7 +116,7 @@ def main(mark: str) -> None:
         kill_group(pid)
     time.sleep(_PAUSE_S)
     kill_marked(mark)
-    if folder:
+    for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 

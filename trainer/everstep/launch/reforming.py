@@ -9,11 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import shutil
-import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from everstep.launch.control import VARIABLE, ControlServer, Ready
@@ -21,6 +18,7 @@ from everstep.launch.inplace import InPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from everstep.launch.control import FromRank, Line
     from everstep.launch.warm.pool import Pool
@@ -74,11 +72,13 @@ class _PoolForks:
 class Reforming:
     """The launcher's `InPlace`, with the world around it. Nothing here blocks its caller."""
 
-    def __init__(self, pool: Pool | None, owner: Owner, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, pool: Pool | None, owner: Owner, say: Callable[[str], None]
+    ) -> None:
+        """`folder` is the launcher's own."""
         self._pool = pool
         self._owner = owner
-        self._folder = Path(tempfile.mkdtemp(prefix="everstep-"))
-        self._server = ControlServer(self._folder / "control", self._line_said)
+        self._server = ControlServer(folder / "control", self._line_said)
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._ended_s: float | None = None  # when a rank ended that no plan has followed yet
         self._sparing = 0  # the generation whose other ranks live on until then
@@ -136,7 +136,6 @@ class Reforming:
         if self._thread is not threading.current_thread():
             self._thread.join(_FORK_S + 1.0)
         self._server.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     # ---- news
 

@@ -18,20 +18,21 @@ from everstep.cli.demo.cluster import Cluster
 from everstep.launch import reaper
 
 RUN = "bench"
-LATER = "comes with re-forming in place"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How many nodes train with how many ranks each, and how many wait beside them.
 
-    Where it `shrinks`, those that are left may go on alone.
+    Where it `shrinks`, those that are left may go on alone. Where it `restarts`, ranks are
+    restarted by their launcher, though something cheaper might do.
     """
 
     nodes: int
     ranks: int
     spares: int = 0
     shrinks: bool = False
+    restarts: bool = False
 
 
 class Contestant(Protocol):
@@ -69,16 +70,7 @@ class Contestant(Protocol):
 class Everstep:
     """A coordinator, and an agent and a launcher on each node."""
 
-    cannot: ClassVar[Mapping[str, str]] = {
-        f"{prefix}{name}": LATER
-        for prefix in ("", "one_node_")
-        for name in (
-            "rank_kill_all_s",
-            "rank_kill_survivor_s",
-            "rank_stop_all_s",
-            "rank_stop_survivor_s",
-        )
-    }
+    cannot: ClassVar[Mapping[str, str]] = {}
     same: ClassVar[Mapping[str, str]] = {}
     tuned: ClassVar[str] = ""
     trainer: ClassVar[Mapping[str, Mapping[str, float]]] = {}
@@ -101,7 +93,8 @@ class Everstep:
             for node in nodes:
                 least = 1 if shape.shrinks else shape.nodes
                 arguments = [f"--nnodes={least}:{shape.nodes}", *_script(shape, self._config)]
-                cluster.launch(node, RUN, arguments)
+                environ = {"EVERSTEP_IN_PLACE": "0"} if shape.restarts else {}
+                cluster.launch(node, RUN, arguments, environ=environ)
             stack.pop_all()
         return self
 

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -47,7 +47,12 @@ TARGETS = {
     "rank_kill_all_s": 1.0,
     "rank_kill_restart_s": 2.0,
     "rank_kill_survivor_s": 0.25,
+    "rank_stop_all_s": 4.0,
+    "node_freeze_s": 5.0,
     "node_freeze_detected_s": 3.1,
+    "one_node_rank_kill_all_s": 1.0,
+    "one_node_rank_kill_restart_s": 2.0,
+    "one_node_rank_stop_all_s": 4.0,
 }
 
 
@@ -81,13 +86,13 @@ TWO_NODES, ONE_NODE = Shape(nodes=2, ranks=1), Shape(nodes=1, ranks=2)
 SHRINKING = Shape(nodes=2, ranks=1, shrinks=True)
 FAULTS = (
     Fault("rank_kill_all_s", TWO_NODES, kill_rank),
-    Fault("rank_kill_restart_s", TWO_NODES, kill_rank),
+    Fault("rank_kill_restart_s", replace(TWO_NODES, restarts=True), kill_rank),
     Fault("rank_kill_survivor_s", SHRINKING, kill_rank),
     Fault("rank_stop_all_s", TWO_NODES, stop_rank),
     Fault("rank_stop_survivor_s", SHRINKING, stop_rank),
     Fault("node_freeze_s", Shape(nodes=2, ranks=1, spares=1), freeze_node),
     Fault("one_node_rank_kill_all_s", ONE_NODE, kill_rank),
-    Fault("one_node_rank_kill_restart_s", ONE_NODE, kill_rank),
+    Fault("one_node_rank_kill_restart_s", replace(ONE_NODE, restarts=True), kill_rank),
     Fault("one_node_rank_stop_all_s", ONE_NODE, stop_rank),
 )
 EVERSTEP = "everstep"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from everstep.trainer import Session, SessionConfig
+from everstep.trainer import Session, SessionConfig, run
 
 RUN_DIR = sys.argv[1] if len(sys.argv) > 1 else "runs/own-loop"
 BATCH = 24  # samples per step over all ranks
@@ -25,22 +25,20 @@ def samples(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x.prod(dim=1, keepdim=True)
 
 
-@record
-def main() -> None:
+def main(session: Session) -> None:
     """Fit a product of sines with a small network that has dropout in it."""
-    hooks = {"snapshot": {"every_steps": 50}}
-    with Session(SessionConfig(run_dir=RUN_DIR, seed=1), hooks=hooks) as session:  # (*)
-        torch.manual_seed(1)
-        net = nn.Sequential(nn.Linear(3, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1))
-        model = session.wrap(net)  # (*) DDP
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        session.snapshot_state({"model": model, "optimizer": optimizer})  # (*) resumes, too
-        for step in session.steps(200, batch=BATCH):  # (*) this rank's samples, exactly once
-            x, y = samples(torch.from_numpy(step.indices))
-            loss = ((model(x) - y) ** 2).mean()
-            loss.backward()
-            session.step(optimizer, loss=loss)  # (*) instead of optimizer.step() and zero_grad()
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(3, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1))
+    model = session.wrap(net)  # (*) DDP
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session.snapshot_state({"model": model, "optimizer": optimizer})  # (*) resumes, too
+    for step in session.steps(200, batch=BATCH):  # (*) this rank's samples, exactly once
+        x, y = samples(torch.from_numpy(step.indices))
+        loss = ((model(x) - y) ** 2).mean()
+        loss.backward()
+        session.step(optimizer, loss=loss)  # (*) instead of optimizer.step() and zero_grad()
 
 
 if __name__ == "__main__":
-    main()
+    hooks = {"snapshot": {"every_steps": 50}}
+    record(run)(SessionConfig(run_dir=RUN_DIR, seed=1), main, hooks=hooks)  # (*)

@@ -25,15 +25,17 @@ def launched(everstep: Type, monkeypatch: pytest.MonkeyPatch, stage: Stage) -> L
     del everstep  # first, for it names a socket where nobody is
     found: Launched = []
 
-    def execute(_: str, arguments: list[str]) -> None:
+    def execute(_: str, arguments: list[str], environ: dict[str, str]) -> None:
         found.extend(arguments)
+        ours = {name: environ.get(name) for name in ("EVERSTEP_WARM", "EVERSTEP_IN_PLACE")}
+        found.extend(f"{name}={value}" for name, value in ours.items() if value == "0")
 
     path = stage.folder / "agent.sock"
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(str(path))
     listening.listen()
     monkeypatch.setenv("EVERSTEP_SOCKET", str(path))
-    monkeypatch.setattr(os, "execv", execute)
+    monkeypatch.setattr(os, "execve", execute)
     stage._actors.append(listening)
     return found
 
@@ -64,6 +66,13 @@ def test_what_a_person_gave_is_not_filled_in(everstep: Type, launched: Launched)
     assert told.code == 0
     options = launched[3:]
     assert options == ["--logs-specs=everstep", *JOB, *given, "-m", "my.training", "-m", "x"]
+
+
+def test_our_own_options_become_variables(everstep: Type, launched: Launched) -> None:
+    told = everstep("torchrun", "--no-warm", "--no-in-place", *JOB, "train.py")
+    assert told.code == 0
+    assert told.err.startswith("everstep: EVERSTEP_WARM=0 EVERSTEP_IN_PLACE=0 torchrun --rdzv")
+    assert launched[-3:] == ["train.py", "EVERSTEP_WARM=0", "EVERSTEP_IN_PLACE=0"]
 
 
 @pytest.mark.parametrize(

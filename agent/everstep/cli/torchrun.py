@@ -22,6 +22,7 @@ _WITHOUT_VALUE = frozenset(
     {"-h", "--help", "--standalone", "-m", "--module", "--no-python", "--run-path"}
     | {"--virtual-local-rank"}
 )
+_SWITCHES = {"--no-warm": "EVERSTEP_WARM", "--no-in-place": "EVERSTEP_IN_PLACE"}
 _PROBE_S = 5.0
 
 
@@ -35,8 +36,9 @@ def torchrun(context: typer.Context) -> None:
     Filled in, unless given:
         --rdzv-backend=everstep --max-restarts=1000000 --logs-specs=everstep
 
-    Two options of our own, before torchrun's:
-        --no-warm          start each rank from scratch (the same as EVERSTEP_WARM=0)
+    Three options of our own, before torchrun's:
+        --no-in-place      restart the ranks after each failure (EVERSTEP_IN_PLACE=0)
+        --no-warm          start each rank from scratch (EVERSTEP_WARM=0)
         --preload=A,B      modules that warm ranks have loaded already (EVERSTEP_PRELOAD)
 
     Examples:
@@ -70,14 +72,14 @@ def own_options(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
     >>> own_options(["--no-warm", "--nnodes=2", "train.py", "--no-warm"])
     (['--nnodes=2', 'train.py', '--no-warm'], {'EVERSTEP_WARM': '0'})
-    >>> own_options(["--preload", "my.model,my.data", "train.py"])
-    (['train.py'], {'EVERSTEP_PRELOAD': 'my.model,my.data'})
+    >>> own_options(["--no-in-place", "--preload", "my.model,my.data", "train.py"])
+    (['train.py'], {'EVERSTEP_IN_PLACE': '0', 'EVERSTEP_PRELOAD': 'my.model,my.data'})
     """
     rest, environ = list(arguments), {}
-    while rest and rest[0].partition("=")[0] in {"--no-warm", "--preload"}:
+    while rest and rest[0].partition("=")[0] in {*_SWITCHES, "--preload"}:
         name, equals, value = rest.pop(0).partition("=")
-        if name == "--no-warm":
-            environ["EVERSTEP_WARM"] = "0"
+        if name in _SWITCHES:
+            environ[_SWITCHES[name]] = "0"
         elif equals or rest:
             environ["EVERSTEP_PRELOAD"] = value if equals else rest.pop(0)
         else:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-BENCHES = ("hooks", "agent", "coordinator", "mttr")
+BENCHES = ("hooks", "agent", "coordinator", "snapshot", "restore", "mttr")
 _LONGEST_S, _CLOSE_S = 7200.0, 60.0
 
 

@@ -52,6 +52,7 @@ class Method:
 
 
 METHODS = {
+    "everstep": Method("snapshot_everstep.py"),
     "dcp_async_thread": Method("snapshot_dcp.py", note="its stager is kept between saves"),
     "dcp_async_process": Method("snapshot_dcp.py", note="its stager is kept between saves"),
     "dcp_default_stager": Method(

@@ -1,7 +1,8 @@
 """Ranks with sharded state, for tests: `sharded_ranks.py MODE FOLDER DO`.
 
 Started by the forge with a place in the environment. DO is `save` (train two steps, save, and put
-down what every tensor was as a whole) or `load` (load, and compare with that).
+down what every tensor was as a whole), `load` (load, and compare with that), or `hand` (save to
+memory, lose that of rank 1, and load from what is left).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from torch.distributed.tensor.parallel import (
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.trainer.snapshot_bench import bench
+from tests.trainer.snapshot_bench import Bench, bench
+
+from everstep.trainer.snapshot.slots import Slots
 
 ID = "s000002-g1"
 
@@ -85,6 +88,19 @@ def wholes(made: dict[str, Any]) -> dict[str, torch.Tensor]:
     return found
 
 
+def hand_on(made: Bench, saved: dict[str, Any], fresh: dict[str, Any]) -> None:
+    train("ddp", saved)
+    made.save(saved, 2, disk=False)
+    if dist.get_rank() == 1:
+        made.engine.slots = Slots()
+    found = made.load(fresh, ID, tiers="both")
+    assert found is not None
+    assert found.tier == ("peer" if dist.get_rank() == 1 else "memory")
+    expected = wholes(saved)
+    for name, value in wholes(fresh).items():
+        assert torch.equal(value, expected[name]), name
+
+
 def main() -> None:
     mode, folder, do = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo")
@@ -99,6 +115,8 @@ def main() -> None:
             values = wholes(things)
             if mode == "pp" or dist.get_rank() == 0:
                 torch.save(values, own)
+        elif do == "hand":
+            hand_on(made, objects(mode, seed=1), objects(mode, seed=9))
         else:
             things = objects(mode, seed=9)
             assert made.load(things, ID), made.rejected

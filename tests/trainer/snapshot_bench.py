@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,11 +59,12 @@ class Bench:
         self.rejected: list[str] = []
         self.orders: list[Write] = []
         self.wishes = Wishes()
+        self.durable_at_s = 0.0
         self.link = WriterLink(path, job="j", rank=self.rank, on_reply=self._heard)
         outside = Outside(
             report=self.findings.append,
             held=lambda marker, _: self.held.append(marker.id),
-            durable=lambda _: None,
+            durable=self._durable,
             attach=self._attach,
             write=self._write,
             hold=lambda _: None,
@@ -131,6 +133,10 @@ class Bench:
 
     def names(self) -> list[str]:
         return [str(e.id) for e in catalogue.entries(self.folder) if e.committed]
+
+    def _durable(self, write_s: float) -> None:
+        assert write_s > 0
+        self.durable_at_s = time.monotonic()
 
     def _attach(self, slots: Sequence[Slot]) -> None:
         for number, slot in enumerate(slots):

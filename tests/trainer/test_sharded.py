@@ -58,3 +58,9 @@ def test_stages_of_a_pipeline_keep_apart_what_is_called_alike(
 ) -> None:
     run(start_ranks, 3, "pp", tmp_path, "save")
     run(start_ranks, 3, "pp", tmp_path, "load")
+
+
+def test_a_rank_that_has_nothing_is_given_replicated_state_by_one_that_has_it(
+    tmp_path: Path, start_ranks: StartRanks
+) -> None:
+    run(start_ranks, 3, "ddp", tmp_path, "hand")

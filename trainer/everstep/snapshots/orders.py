@@ -37,11 +37,12 @@ class Attach(Order, frozen=True, kw_only=True):
 
 
 class Write(Order, frozen=True, kw_only=True):
-    """Rank -> writer: put this sealed slot on disk, as one part of a snapshot of `parts` files.
+    """Rank -> writer: put this slot on disk, as one part of a snapshot of `parts` files.
 
     `place` is the folder of the run's snapshots, a path or an fsspec URL. The part's file is the
-    slot's bytes from `start` on, `size_bytes` of them, whose XXH3-64 is `xxh3`. Rank 0 sends
-    DCP's `.metadata` along and is the `lead`: its writer waits for all parts and puts the marker.
+    slot's bytes from `start` on, `size_bytes` of them, whose XXH3-64 is `xxh3` ("": not known yet;
+    the writer takes its own). Rank 0 sends DCP's `.metadata` along and is the
+    `lead`: its writer waits for all parts and puts the marker.
     """
 
     id: str

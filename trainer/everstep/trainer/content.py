@@ -62,7 +62,8 @@ class Content:
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the live tensors by path, those that sharded optimizers make later included."""
         for optimizer in self.optimizers:
-            _make_sharded_state(optimizer)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                _make_sharded_state(optimizer)
         return flatten({n: thing.state_dict() for n, thing in self._objects.items()})[0]
 
     @property
@@ -114,7 +115,7 @@ class Content:
                 ) from exc
 
 
-def _make_sharded_state(optimizer: Any) -> None:
+def _make_sharded_state(optimizer: torch.optim.Optimizer) -> None:
     """Have an optimizer of DTensors make its state, which says how that is sharded here.
 
     As torch's own `get_optimizer_state_dict` does it: one step with gradients of zero and a

@@ -102,14 +102,14 @@ class Saves:
 
     def _run(self, save: _Save) -> None:
         try:
-            place, why = self._part(save.order, save.data)
+            order = save.order
+            place, why = self._part(order, save.data)
             save.data.release()
-            self._answer(
-                save, PartDone(id=save.order.id, slot=save.order.slot, write_s=save.took_s, why=why)
-            )
+            done = PartDone(id=order.id, slot=order.slot, write_s=save.took_s, why=why)
+            self._answer(save, done)
             with self._changed:
                 self._changed.notify_all()
-            if save.order.lead:
+            if order.lead:
                 self._lead(save, place, why)
         finally:
             with self._changed:

@@ -67,8 +67,8 @@ def write_part(
     try:
         if order.missing:
             raise SnapshotError(order.missing)  # noqa: TRY301  told as any other failure is
-        _write_file(order, data, place)
-        facts = _facts(order, write_s=time.monotonic() - begin, at_s=clock())
+        xxh3 = _write_file(order, data, place)
+        facts = _facts(order, xxh3, write_s=time.monotonic() - begin, at_s=clock())
         note = _note(order, facts)
         faults.at(Point.BEFORE_PART)
         place.put(order.id, part.file_name(order.rank), part.to_bytes(note))
@@ -80,22 +80,24 @@ def write_part(
     return note
 
 
-def _write_file(order: Write, data: memoryview, place: Place) -> None:
+def _write_file(order: Write, data: memoryview, place: Place) -> str:
+    """Return the checksum of what was written."""
     written = place.write(order.id, order.file, data)
-    if written.xxh3 != order.xxh3:
+    if order.xxh3 and written.xxh3 != order.xxh3:
         raise SnapshotError(
             f"{order.file} was not written as rank {order.rank} had sealed it: the checksum is "
             f"{written.xxh3}, the order says {order.xxh3}. Its memory was changed meanwhile, or "
             "is bad"
         )
+    return written.xxh3
 
 
-def _facts(order: Write, *, write_s: float, at_s: float) -> Part:
+def _facts(order: Write, xxh3: str, *, write_s: float, at_s: float) -> Part:
     return Part(
         rank=order.rank,
         file=order.file,
         bytes=order.size_bytes,
-        xxh3=order.xxh3,
+        xxh3=xxh3,
         write_s=write_s,
         written_at_s=at_s,
         host=socket.gethostname(),
@@ -108,7 +110,7 @@ def _note(order: Write, part_: Part, *, why: str = "") -> Note:
 
 def _leave_word(order: Write, place: Place, why: str, *, at_s: float) -> None:
     """Give the space back, then say in a note that this part will not come."""
-    note = _note(order, _facts(order, write_s=0.0, at_s=at_s), why=why)
+    note = _note(order, _facts(order, order.xxh3, write_s=0.0, at_s=at_s), why=why)
     with contextlib.suppress(OSError):
         place.remove_file(order.id, order.file)
         place.put(order.id, part.file_name(order.rank), part.to_bytes(note))

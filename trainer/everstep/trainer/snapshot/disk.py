@@ -28,6 +28,7 @@ from everstep.trainer.snapshot.source import (
     check_complete,
     copy_overlap,
     overlap,
+    takes_whole,
     together,
 )
 
@@ -239,11 +240,7 @@ class _Span:
     @classmethod
     def of(cls, wanted: Wanted) -> _Span:
         """Read straight into the target where it takes the whole box as it is."""
-        target, part = wanted.request.target, wanted.stored.part
-        whole = tuple(target.shape) == part.shape and wanted.request.origin == part.origin
-        plain = target.is_contiguous() and target.device.type == "cpu"
-        fits = target.dtype == part.torch_dtype and not target.is_conj() and not target.is_neg()
-        return cls(wanted, direct=whole and plain and fits)
+        return cls(wanted, direct=takes_whole(wanted.stored.part, wanted.request))
 
     def hand_over(self) -> None:
         """Copy to the target what was not read into it."""

@@ -93,6 +93,7 @@ class Engine:
         self._stall_s = self._waited_s = 0.0
         self._answered: SnapshotId | None = None
         self._pending: set[str] = set()
+        self._attempt = ("", 0)
         self._commits = threading.Condition()
 
     @property
@@ -254,18 +255,23 @@ class Engine:
     def _captured(
         self, slots: Slots, fitting: Fitting, order: _Order, *, why: str, waited_s: float
     ) -> None:
-        """Seal the slot and hand it on; called on the capture's thread."""
+        """Hand the slot on and seal it; called on the capture's thread."""
         number, facts, disk = order
-        try:
-            if why:
-                raise SnapshotError(why)  # noqa: TRY301  told as any other failure is
-            sealed = fitting.seal(slots.slots[number], facts)
-        except SnapshotError as exc:
-            slots.filled(number, whole=False, writing=False)
-            self._give_up(facts, str(exc), disk=disk)
+        if why:
+            slots.filled(number, whole=False)
+            self._give_up(facts, why, disk=disk)
             return
-        writing = disk and not self._abandoned
-        slots.filled(number, whole=True, writing=writing)
+        if disk and not self._abandoned:
+            slots.writing(number)
+            stall_s = self._stall_s + waited_s
+            self._write(self._ordering.part(number, facts, fitting, stall_s=stall_s))
+        try:
+            fitting.seal(slots.slots[number], facts)
+        except SnapshotError as exc:
+            slots.filled(number, whole=False)
+            self._report(facts.id, f"it is not kept in memory: {exc}")
+            return
+        slots.filled(number, whole=True)
         if self._abandoned:
             return
         if not self._are_held:
@@ -273,15 +279,18 @@ class Engine:
             self._are_held = True
             self._outside.hold(slots.slots)
         self._outside.held(facts, fitting.replicated)
-        if writing:
-            stall_s = self._stall_s + waited_s
-            self._outside.write(self._ordering.part(number, sealed, fitting, stall_s=stall_s))
+
+    def _write(self, order: Write) -> None:
+        # All ranks try alike, so they count alike.
+        same = self._attempt[0] == order.id
+        self._attempt = (order.id, self._attempt[1] + 1 if same else 0)
+        self._outside.write(msgspec.structs.replace(order, attempt=self._attempt[1]))
 
     def _give_up(self, facts: Marker, why: str, *, disk: bool) -> None:
         """Let the lead know that this rank's part will not come."""
         log.error("snapshot failed", extra={"snapshot": facts.id, "error": why})
         if disk:
-            self._outside.write(self._ordering.missing(facts, why))
+            self._write(self._ordering.missing(facts, why))
         else:
             self._report(facts.id, why)
 

@@ -102,17 +102,10 @@ class Fitting:
             for path, tensor in state.tensors.items()
         ]
 
-    def seal(self, slot: Slot, facts: Marker) -> Sealed:
+    def seal(self, slot: Slot, facts: Marker) -> None:
         """Take the checksums of a filled slot and seal it. Raises SnapshotError."""
-        table = self.layout.table
-        sealed = Sealed(
-            facts=facts,
-            rank=self._rank,
-            file_xxh3=slot.checksum(table.file_start, table.file_bytes),
-            memory_xxh3=slot.checksum(table.memory_start, table.memory_bytes),
-        )
-        slot.seal(sealed)
-        return sealed
+        sums = [slot.checksum(start, size) for start, size in self.layout.table.regions()]
+        slot.seal(Sealed(facts=facts, rank=self._rank, sums=sums))
 
     def _packed(self, state: State) -> dict[str, bytes]:
         own = msgspec.msgpack.encode(Own(state.rng, self._own_names))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 PAGE = 4096
 RECORD_BYTES = 256 * 1024
 TABLE_START = 2 * RECORD_BYTES
+REGION_BYTES = 64 * 1024 * 1024
+"""Small enough to share the work among threads, large enough for few checksums."""
 _NUMBERS_ALIGNMENT = 64
 """torch aligns numbers so within an archive; a whole archive therefore begins so, too."""
 
@@ -72,6 +74,12 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
     def size_bytes(self) -> int:
         """Size of the slot."""
         return _up(self.memory_start + self.memory_bytes, PAGE)
+
+    def regions(self) -> Iterator[tuple[int, int]]:
+        """Yield start and size of what has a checksum each: the whole, in parts of a fixed size."""
+        end = self.memory_start + self.memory_bytes
+        for start in range(self.file_start, end, REGION_BYTES):
+            yield start, min(REGION_BYTES, end - start)
 
     def archive(self, piece: Piece) -> tuple[int, int]:
         """Return offset within the file and size of the archive around a filed piece."""

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from everstep.snapshots.marker import Marker
     from everstep.trainer.snapshot.fitting import Fitting
-    from everstep.trainer.snapshot.slot import Sealed
 
 NO_SLOT = -1
 
@@ -36,15 +35,14 @@ class Ordering(NamedTuple):
     world_size: int
     policy: Callable[[], Policy]
 
-    def part(self, number: int, sealed: Sealed, fitting: Fitting, *, stall_s: float) -> Write:
-        """Order the file part of a sealed slot to be written."""
+    def part(self, number: int, facts: Marker, fitting: Fitting, *, stall_s: float) -> Write:
+        """Order the file part of a slot to be written, which may not be sealed yet."""
         table = fitting.layout.table
         return msgspec.structs.replace(
-            self.missing(sealed.facts, ""),
+            self.missing(facts, ""),
             slot=number,
             start=table.file_start,
             size_bytes=table.file_bytes,
-            xxh3=sealed.file_xxh3,
             metadata_start=table.size_bytes if fitting.metadata else 0,
             metadata_bytes=len(fitting.metadata),
             stall_s=stall_s,

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _GIB = 2**30
 _FETCH_S = 5.0
+_MARK = "EVERSTEP_LAUNCH"
+"""What carries it ends with its rank."""
 
 
 class OwnWriter:
@@ -48,7 +50,8 @@ class OwnWriter:
                 log.error("the snapshot writer has died; starting another")
             # Not below the run's folder: a Unix socket's path must be short.
             self._folder = self._folder or Path(tempfile.mkdtemp(prefix="everstep-"))
-            self._writer = writer.start(self._folder, environ=os.environ)
+            environ = {name: value for name, value in os.environ.items() if name != _MARK}
+            self._writer = writer.start(self._folder, environ=environ)
         return self._writer.path
 
     def close(self, timeout_s: float) -> None:

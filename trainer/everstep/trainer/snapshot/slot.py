@@ -27,12 +27,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Sealed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a whole slot says of itself. Checksums are XXH3-64."""
+    """What a whole slot says of itself; `sums` are the XXH3-64 of the table's regions."""
 
     facts: Marker
     rank: int
-    file_xxh3: str
-    memory_xxh3: str
+    sums: list[int]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,10 +126,13 @@ class Slot:
         """Say that it is whole. Raises SnapshotError when `sealed` is too long to be put down."""
         self._write(sealed)
 
-    def checksum(self, start: int, size_bytes: int) -> str:
+    def checksum(self, start: int, size_bytes: int) -> int:
         """Return the XXH3-64 of a range, as it is now; the interpreter's lock is released."""
-        part = self.bytes[start : start + size_bytes]
-        return str(xxhash.xxh3_64_hexdigest(part.numpy().data))
+        return int(xxhash.xxh3_64_intdigest(self.range(start, size_bytes)))
+
+    def range(self, start: int, size_bytes: int) -> memoryview:
+        """Return some of its bytes."""
+        return self.bytes[start : start + size_bytes].numpy().data
 
     def warm(self) -> None:
         """Map every page for writing, so that the first copy is as fast as the others."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,20 +11,13 @@ if TYPE_CHECKING:
     from everstep.trainer.snapshot.slot import Slot
 
 
-class Doing(Enum):
-    """What a slot is busy with."""
-
-    NOTHING = auto()
-    FILLING = auto()
-    WRITING = auto()
-
-
 class Slots:
-    """Safe from any thread."""
+    """Safe from any thread. A slot may be written while its checksums are still being taken."""
 
     def __init__(self, slots: Sequence[Slot] = ()) -> None:
         self.slots = list(slots)
-        self._doing = [Doing.NOTHING] * len(self.slots)
+        self._filling: set[int] = set()
+        self._writing: set[int] = set()
         self._newest = next((n for n, slot in enumerate(slots) if slot.sealed), -1)
         self._changed = threading.Condition()
 
@@ -41,22 +33,25 @@ class Slots:
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no slot is filled or written; False when that took longer."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: all(d is Doing.NOTHING for d in self._doing), timeout_s
-            )
+            return self._changed.wait_for(lambda: not self._filling | self._writing, timeout_s)
 
     def claim(self, *, disk: bool) -> int | None:
         """Return the slot to fill now, or None when there is none."""
         with self._changed:
             number = self._next(disk=disk)
             if number is not None:
-                self._doing[number] = Doing.FILLING
+                self._filling.add(number)
             return number
 
-    def filled(self, number: int, *, whole: bool, writing: bool) -> None:
+    def writing(self, number: int) -> None:
+        """Say that the writer is about to read it."""
+        with self._changed:
+            self._writing.add(number)
+
+    def filled(self, number: int, *, whole: bool) -> None:
         """Say that it is sealed, or (not `whole`) that nothing came of it."""
         with self._changed:
-            self._doing[number] = Doing.WRITING if writing else Doing.NOTHING
+            self._filling.discard(number)
             if whole:
                 self._newest = number
             self._changed.notify_all()
@@ -64,14 +59,13 @@ class Slots:
     def written(self, number: int) -> None:
         """Say that the writer reads it no more."""
         with self._changed:
-            if self._doing[number] is Doing.WRITING:
-                self._doing[number] = Doing.NOTHING
+            self._writing.discard(number)
             self._changed.notify_all()
 
     def _next(self, *, disk: bool) -> int | None:
         # While one is being filled the one before may be all that there is.
-        if Doing.FILLING in self._doing or (disk and Doing.WRITING in self._doing):
+        if self._filling or (disk and self._writing):
             return None
         numbers = range(len(self.slots))
         order = [n for n in numbers if n != self._newest or len(self.slots) == 1]
-        return next((n for n in order if self._doing[n] is Doing.NOTHING), None)
+        return next((n for n in order if n not in self._writing), None)

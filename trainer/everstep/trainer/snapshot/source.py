@@ -123,6 +123,14 @@ def overlap(part: Part, request: Request) -> tuple[list[slice], list[slice]] | N
     return theirs, ours
 
 
+def takes_whole(part: Part, request: Request) -> bool:
+    """Say whether the request wants just the part's bytes, one after the other."""
+    target = request.target
+    same = tuple(target.shape) == part.shape and request.origin == part.origin
+    fits = target.dtype == part.torch_dtype and not target.is_conj() and not target.is_neg()
+    return same and fits and target.device.type == "cpu" and target.is_contiguous()
+
+
 @torch.no_grad()
 def copy_overlap(part: Part, numbers: torch.Tensor, request: Request) -> None:
     """Copy what the request wants of the part's numbers."""

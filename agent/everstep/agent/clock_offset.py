@@ -6,6 +6,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
+_ROUNDING_S = 1e-6  # wall clock times are floats of some 1e9: a trip of nothing may come out below
 _KEEP = 16
 _DRIFT = 100e-6  # how fast two clocks may part, seconds a second
 _STEP_S = 0.01
@@ -43,9 +44,9 @@ class ClockOffset:
         self._base_s = base_s
         error_s = ((back_s - sent_s) - (answered_s - received_s)) / 2
         offset_s = ((received_s - sent_s) + (answered_s - back_s)) / 2
-        if not (math.isfinite(offset_s) and math.isfinite(error_s) and error_s >= 0):
+        if not (math.isfinite(offset_s) and math.isfinite(error_s) and error_s >= -_ROUNDING_S):
             return  # a clock was set during the trip, or the coordinator talks nonsense
-        self._trips.append(_Trip(Offset(offset_s, error_s), mono_s))
+        self._trips.append(_Trip(Offset(offset_s, max(0.0, error_s)), mono_s))
 
     def best(self, *, mono_s: float) -> Offset | None:
         """Return the best offset now, None before the first round trip; bounds widen with age."""

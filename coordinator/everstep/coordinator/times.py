@@ -101,7 +101,7 @@ def at_step(tallies: list[Tally], step: int) -> Tally | None:
     None outside of what is known: before the first tally or after the last.
 
     >>> at_step([Tally(10, 100.0, 1.0), Tally(20, 110.0, 3.0)], 15)
-    Tally(15, 105.0, 2.0, 0.0)
+    Tally(step=15, at_s=105.0, data_s=2.0, snapshot_s=0.0)
     """
     for before, after in pairwise([*tallies, *tallies[-1:]]):
         if before.step <= step <= after.step:

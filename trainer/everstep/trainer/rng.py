@@ -20,6 +20,16 @@ def seed(seed_: int, *, step: int, rank: int) -> None:
     torch.manual_seed(value & (_MASK64 >> 1))
 
 
+def follow(seed_: int, *, step: int, rank: int) -> None:
+    """Do what `seed` does, for every step: only generators that are in use, in microseconds."""
+    value = derived(seed_, step=step, rank=rank)
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(value & (_MASK64 >> 1))
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's gap
+        torch.cuda.manual_seed(value & (_MASK64 >> 1))
+
+
 def derived(seed_: int, *, step: int, rank: int) -> int:
     """Return 64 bits that differ for every (seed, step, rank).
 

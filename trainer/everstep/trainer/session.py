@@ -283,6 +283,9 @@ class Session:
     # --------------------------------------------------------------------- inside a step
 
     def _begin(self, number: int, batch: int) -> None:
+        # What is drawn in a step depends on its number alone, so a rank whose own random states
+        # are lost (it had none in memory, and another handed the rest on) still draws the same.
+        rng.follow(self.config.seed, step=number, rank=self.seat.rank)
         samples, self._samples_after = take(self._samples, batch, self._skip)
         self._step.begin(number, last=number == self.run.steps, samples=samples)
         self._step.snapshot_s, self._stall_s = self._stall_s, 0.0

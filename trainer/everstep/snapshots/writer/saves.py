@@ -58,6 +58,7 @@ class Saves:
         self._faults = faults
         self._changed = threading.Condition()
         self._in_flight: set[_Key] = set()
+        self._taken: set[_Key] = set()  # until the last answer: who has it may order the same again
         self._committed: dict[tuple[str, str], tuple[int, int]] = {}
         self._ending: str | None = None
         self._coordinator = Coordinator()
@@ -80,9 +81,14 @@ class Saves:
         with self._changed:
             if self._ending is not None:
                 raise SnapshotError(f"the snapshot writer ends: {self._ending}")
-            if key in self._in_flight:
+            if key in self._taken:
                 raise SnapshotError(f"{key.id} of rank {key.rank} is being written already")
+            self._taken.add(key)
             self._in_flight.add(key)
+
+    def _free(self, key: _Key) -> None:
+        with self._changed:
+            self._taken.discard(key)
 
     def ending(self, why: str) -> None:
         """Take no more."""
@@ -106,6 +112,8 @@ class Saves:
             place, why = self._part(order, save.data)
             save.data.release()
             done = PartDone(id=order.id, slot=order.slot, write_s=save.took_s, why=why)
+            if not order.lead:
+                self._free(save.key)
             self._answer(save, done)
             with self._changed:
                 self._changed.notify_all()
@@ -113,6 +121,7 @@ class Saves:
                 self._lead(save, place, why)
         finally:
             with self._changed:
+                self._taken.discard(save.key)
                 self._in_flight.discard(save.key)
                 self._changed.notify_all()
 
@@ -141,6 +150,7 @@ class Saves:
             found, why = self._commit(save, place)
         if found is not None:
             self._coordinator.committed(order, found, save.took_s)
+        self._free(save.key)
         self._answer(save, Done(id=order.id, write_s=save.took_s, why=why, marker=found))
         if found is not None and place is not None:
             with self._changed:

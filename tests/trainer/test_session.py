@@ -96,7 +96,9 @@ def test_a_kill_of_all_ranks_in_the_middle_of_a_save_does_not_cost_it(
 ) -> None:
     script, run = tmp_path / "stands.py", tmp_path / "run"
     script.write_text(STANDS_STILL)
-    slow = {"EVERSTEP_FAULT": "before-part:sleep=2#2"}
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    slow = {"EVERSTEP_FAULT": "before-part:sleep=2#2", "TMPDIR": str(folders)}
     ranks = start_ranks(2, script, run, env=slow)
     save = run / "snapshots" / "s000002-g1"
     wait_until(lambda: len(list(save.glob("__*"))) == 2, what="the save")
@@ -104,6 +106,7 @@ def test_a_kill_of_all_ranks_in_the_middle_of_a_save_does_not_cost_it(
     assert ranks.wait() == [-9, -9]
     assert not committed(run, 2)
     wait_until(lambda: committed(run, 2), what="what the writers finish without the ranks")
+    wait_until(lambda: not list(folders.iterdir()), what="the writers' end")
     again = start_ranks(2, script, run)
     assert again.wait() == [0, 0], again.log()
     assert committed(run, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, help="a socket that listens there already")
     parser.add_argument("--parent", type=int, help="pidfd of the process it ends after")
     parser.add_argument("--grace", type=float, default=GRACE_S, help="to finish, in seconds")
+    parser.add_argument("--tidy", action="store_true", help="remove the socket's folder at the end")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="everstep writer: %(message)s")
     try:
@@ -48,6 +50,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: server.stop("it was told to end"))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     finished = server.run()
+    if asked.tidy:
+        with contextlib.suppress(OSError):
+            asked.socket.unlink(missing_ok=True)
+            asked.socket.parent.rmdir()
     # Not `sys.exit`: a thread that hangs in a dead disk must not keep the process.
     logging.shutdown()
     os._exit(0 if finished else 1)

@@ -48,11 +48,14 @@ class Writer:
         return self._process.returncode == 0
 
 
-def start(folder: Path, *, environ: Mapping[str, str], grace_s: float = GRACE_S) -> Writer:
+def start(
+    folder: Path, *, environ: Mapping[str, str], grace_s: float = GRACE_S, tidy: bool = False
+) -> Writer:
     """Start a writer that listens in `folder`; ranks can connect when this returns.
 
     It lives in a session of its own and, when this process ends however it may, finishes what is
-    in flight within `grace_s` and goes. Raises SnapshotError when it cannot be started.
+    in flight within `grace_s` and goes; with `tidy` the folder goes with it. Raises SnapshotError
+    when it cannot be started.
     """
     path = folder / SOCKET_NAME
     try:
@@ -60,7 +63,10 @@ def start(folder: Path, *, environ: Mapping[str, str], grace_s: float = GRACE_S)
     except OSError as exc:
         raise SnapshotError(f"no snapshot writer on {path}: {exc.strerror or exc}") from exc
     try:
-        return Writer(path, _spawn(path, listener, me, environ, grace_s))
+        options: dict[str, object] = {"--socket": path, "--grace": grace_s}
+        if tidy:
+            options["--tidy"] = ""
+        return Writer(path, _spawn(options, listener, me, environ))
     except OSError as exc:
         path.unlink(missing_ok=True)
         raise SnapshotError(f"the snapshot writer does not start: {exc}") from exc
@@ -85,10 +91,10 @@ def listen(path: Path) -> socket.socket:
 
 
 def _spawn(
-    path: Path, listener: socket.socket, me: int, environ: Mapping[str, str], grace_s: float
+    options: dict[str, object], listener: socket.socket, me: int, environ: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    options = {"--fd": listener.fileno(), "--parent": me, "--socket": path, "--grace": grace_s}
-    arguments = [str(word) for option in options.items() for word in option]
+    options = {"--fd": listener.fileno(), "--parent": me, **options}
+    arguments = [str(word) for option in options.items() for word in option if word != ""]
     # What it is told while it starts waits until it can listen: it unblocks the signal itself.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:

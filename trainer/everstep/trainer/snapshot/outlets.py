@@ -50,8 +50,9 @@ class OwnWriter:
                 log.error("the snapshot writer has died; starting another")
             # Not below the run's folder: a Unix socket's path must be short.
             self._folder = self._folder or Path(tempfile.mkdtemp(prefix="everstep-"))
+            self._folder.mkdir(mode=0o700, exist_ok=True)
             environ = {name: value for name, value in os.environ.items() if name != _MARK}
-            self._writer = writer.start(self._folder, environ=environ)
+            self._writer = writer.start(self._folder, environ=environ, tidy=True)
         return self._writer.path
 
     def close(self, timeout_s: float) -> None:

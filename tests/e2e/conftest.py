@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,23 @@ def main():
     dist.destroy_process_group()
 main()
 """
+
+
+LINES = 60
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Put what the cluster's processes wrote under the report of a test that failed."""
+    report = yield
+    made = getattr(item, "funcargs", {}).get("cluster")
+    if report.when == "call" and report.failed and made is not None:
+        for log in sorted(made.folder.rglob("*.log")):
+            lines = log.read_text(errors="replace").splitlines()
+            report.sections.append((str(log), "\n".join(lines[-LINES:])))
+    return report
 
 
 @pytest.fixture

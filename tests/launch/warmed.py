@@ -39,6 +39,7 @@ class Warmed:
     said: list[str] = field(default_factory=list)
     born: list[WarmRank] = field(default_factory=list)
     ends: list[tuple[int, int, bool]] = field(default_factory=list)
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pool = Pool(self.said.append)
@@ -78,12 +79,14 @@ class Warmed:
             "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE,
             "cwd": self.cwd, "env": environ,
         }  # fmt: skip
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [python, "-u", *(command or self.command), *arguments],
             text=True,
             start_new_session=True,
             **(piped | changes),
         )
+        self.started.append(process)
+        return process
 
     def both(self, *arguments: str, stdin: str = "", **changes: Any) -> tuple[Ended, Ended]:
         """Run the script warm, then cold; return how both ended."""
@@ -94,7 +97,11 @@ class Warmed:
         return warm, finish(self.start_cold(*arguments, **changes), stdin)
 
     def close(self) -> None:
+        """Close the pool, and end what a failed test has left."""
         self.pool.close()
+        for process in self.started:
+            with process:  # closes its pipes
+                process.kill()
 
 
 def finish(process: subprocess.Popen[str], stdin: str = "") -> Ended:

@@ -83,6 +83,8 @@ class TrainerConfig(SessionConfig, frozen=True, kw_only=True, forbid_unknown_fie
     min_lr_ratio: float = 0.1
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
+    min_step_s: float = 0.0
+    """Each step takes at least this long: for demonstrations that need time for their faults."""
     model: ModelConfig = ModelConfig()
 
     def __post_init__(self) -> None:
@@ -94,6 +96,8 @@ class TrainerConfig(SessionConfig, frozen=True, kw_only=True, forbid_unknown_fie
                 f"global_batch {self.global_batch} must be a multiple of micro_batch "
                 f"{self.micro_batch}"
             )
+        if self.min_step_s < 0:
+            raise ValueError("min_step_s must be 0 or more")
         if self.warmup_steps < 0 or not 0 <= self.min_lr_ratio <= 1:
             raise ValueError("warmup_steps must be 0 or more and min_lr_ratio between 0 and 1")
 

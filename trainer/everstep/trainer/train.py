@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +52,7 @@ def _train(config: TrainerConfig, session: Session) -> None:
 
     steps = session.steps(config.steps, batch=config.global_batch, warmup_steps=config.warmup_steps)
     for step in steps:
+        began_s = time.monotonic()
         step.lr = set_rate(optimizer, learning_rate(step.number, config))
         batch = torch.from_numpy(windows.batch(step.indices)).to(session.device)
         session.loaded()
@@ -64,3 +66,5 @@ def _train(config: TrainerConfig, session: Session) -> None:
                 session.backwarded(last=last)
 
         session.step(optimizer)
+        if (left_s := config.min_step_s - (time.monotonic() - began_s)) > 0:
+            time.sleep(left_s)

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from everstep.cli.demo.cluster import Node
 
 NODES, TRAINING = 5, 3
-STEPS_AT_REST, STEPS_PER_FAULT = 40, 40
-ELASTIC_STEPS = 150
+STEPS_AT_REST, STEPS_PER_FAULT = 40, 60
+STORMY_STEP_S = 0.1  # a fast machine must not be done before the last fault is
+ELASTIC_STEPS = 250
 GROWN = 3  # the generation after the first and the one that shrank
 FAILED = 1
 GROW_SOON = "grow_settle_s = 2.0\n"
@@ -107,11 +108,11 @@ def _run(cluster: Cluster, kinds: Sequence[str], seed: int, view: View, *, elast
     cluster.start_coordinator(GROW_SOON)
     nodes = [cluster.add_node(f"node{n + 1}") for n in range(NODES)]
 
-    def stage(run_id: str, steps: int, nnodes: str) -> Stage:
-        recipe = Recipe(cluster.folder / run_id, data, steps, seed)
+    def stage(run_id: str, steps: int, nnodes: str, min_step_s: float = STORMY_STEP_S) -> Stage:
+        recipe = Recipe(cluster.folder / run_id, data, steps, seed, min_step_s=min_step_s)
         return Stage(cluster, recipe, run_id, nnodes, view)
 
-    calm = stage("undisturbed", steps, f"{TRAINING}")
+    calm = stage("undisturbed", steps, f"{TRAINING}", min_step_s=0.0)
     calm.launch(nodes[:TRAINING])
     calm.finish()
 

@@ -86,9 +86,14 @@ class Stage:
             time.sleep(_POLL_S)
 
     def wait_for_steps(self, count: int) -> None:
-        """Wait until `count` more steps are finished than now."""
+        """Wait until `count` more steps are finished than now, or the last one is."""
         target = len(self.steps()) + count
-        self.wait(f"{self.run_id}: training", lambda: len(self.steps()) >= target)
+
+        def trained() -> bool:
+            steps = self.steps()
+            return len(steps) >= target or (bool(steps) and steps[-1].step == self.recipe.steps)
+
+        self.wait(f"{self.run_id}: training", trained)
 
     def strike(self, kind: str, rng: random.Random) -> Fault:
         """Do one fault to the run and wait until it has gone on."""

@@ -20,6 +20,7 @@ class Recipe:
     seed: int
     snapshot_every: int = 10
     micro_batch: int = 2
+    min_step_s: float = 0.0
 
     @property
     def run_dir(self) -> Path:
@@ -35,7 +36,7 @@ class Recipe:
             f'run_dir = "{self.folder}"\ndata = "{self.data}"\n'
             f"steps = {self.steps}\nseed = {self.seed}\nledger = true\n"
             f"global_batch = {GLOBAL_BATCH}\nmicro_batch = {self.micro_batch}\n"
-            "seq_len = 128\nthreads = 1\n"
+            f"min_step_s = {self.min_step_s}\nseq_len = 128\nthreads = 1\n"
             'device = "cpu"\n\n'
             "[trainer.model]\ndim = 96\nlayers = 3\nheads = 4\nkv_heads = 4\nffn_dim = 256\n\n"
             f"[hooks.snapshot]\nevery_steps = {self.snapshot_every}\n"

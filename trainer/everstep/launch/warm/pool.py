@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NURSERY_WAIT_S = 20.0
-_SEND_S, _STOP_POLL_S = 5.0, 0.5
+_SEND_S, _STOP_POLL_S = 5.0, 0.2
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -351,17 +351,9 @@ class Pool:
 
     def _watch_stops(self) -> None:
         """Stop a rank while its shim is stopped: SIGSTOP can't be passed on by who gets it."""
-        while not self._closed.is_set():
-            try:
-                found = os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WCONTINUED)
-            except ChildProcessError:
-                found = None
-            if found is None:
-                self._closed.wait(_STOP_POLL_S)
-                continue
-            number = signal.SIGSTOP if found.si_code == os.CLD_STOPPED else signal.SIGCONT
+        while not self._closed.wait(_STOP_POLL_S):
             for rank in self.ranks().values():
-                if rank.shim == found.si_pid:
+                if number := _stopped_or_continued(rank.shim):
                     rank.send(number)
 
     def _close(self) -> None:
@@ -371,6 +363,17 @@ class Pool:
         for berth in list(self._berths.values()):
             if not berth.gone:
                 self._shim_gone(berth)
+
+
+def _stopped_or_continued(shim: int) -> int | None:
+    """Return SIGSTOP or SIGCONT when that is what has last come over it since the last call."""
+    try:
+        found = os.waitid(os.P_PID, shim, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+    except ChildProcessError:
+        return None
+    if found is None:
+        return None
+    return signal.SIGSTOP if found.si_code == os.CLD_STOPPED else signal.SIGCONT
 
 
 def _spec(ask: frames.Message) -> Spec:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aiohttp import WSMsgType, web
+from tests.waiting import wait_until
 
 from everstep.wire.codec import Decoder, Frames, encode, frame
 from everstep.wire.messages import (
@@ -47,14 +48,6 @@ from everstep.wire.messages import (
 M = TypeVar("M", bound=Message)
 A = TypeVar("A")
 DEADLINE_S = 30.0
-
-
-def wait_until(true: Callable[[], object], what: str, *, deadline_s: float = DEADLINE_S) -> None:
-    """Poll until it is true; fail with what was waited for."""
-    end = time.monotonic() + deadline_s
-    while not true():
-        assert time.monotonic() < end, f"waited {deadline_s:.0f} s in vain: {what}"
-        time.sleep(0.02)
 
 
 class FakeCoordinator:
@@ -122,11 +115,11 @@ class FakeCoordinator:
             found[:] = [m for m in self.of(kind) if that(m)]
             return bool(found)
 
-        wait_until(look, f"{kind.__name__} at the coordinator; heard {self.heard[-5:]}")
+        wait_until(f"{kind.__name__} at the coordinator; heard {self.heard[-5:]}", look)
         return found[0]
 
     def expect_connected(self) -> None:
-        wait_until(lambda: self.connected, "the agent reaches the coordinator")
+        wait_until("the agent reaches the coordinator", lambda: self.connected)
 
     def rank(self, that: Callable[[RankProgress], object] = lambda _: True) -> RankProgress:
         """Wait for a heartbeat that tells of a rank that fits."""
@@ -214,7 +207,7 @@ class AgentProcess:
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
         if wait:
-            wait_until(self._is_ready, f"the agent is ready:\n{self.log}")
+            wait_until(f"the agent is ready:\n{self.log}", self._is_ready)
         return self
 
     def _is_ready(self) -> bool:

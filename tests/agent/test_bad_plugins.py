@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.agent.stage import AgentProcess, FakeCoordinator, Stage, wait_until
+from tests.agent.stage import AgentProcess, FakeCoordinator, Stage
+from tests.waiting import wait_until
 
 from everstep.wire.messages import Finding, NodeFinding
 
@@ -77,7 +78,7 @@ def facts(agent: AgentProcess, name: str) -> dict[str, Any]:
 def works(agent: AgentProcess) -> None:
     """Another plugin and the agent itself go on as if nothing had happened."""
     calls = facts(agent, "good")["calls"]
-    wait_until(lambda: facts(agent, "good")["calls"] > calls + 3, "the good plugin is called")
+    wait_until("the good plugin is called", lambda: facts(agent, "good")["calls"] > calls + 3)
     assert facts(agent, "good")["state"] == "on"
     assert "good_calls_total" in agent.get("/metrics")[1]
 
@@ -181,7 +182,7 @@ def test_a_plugin_that_misbehaves_is_counted_shown_and_reported_once(
 ) -> None:
     _, fault, why = BROKEN[kind]
     agent, name = hospital.agent, named(kind)
-    wait_until(lambda: facts(agent, name)["failures"][fault] >= 1, "the failure is counted")
+    wait_until("the failure is counted", lambda: facts(agent, name)["failures"][fault] >= 1)
     seen = facts(agent, name)
     assert why in seen["why"]
     assert seen["state"] == ("hung" if fault == "hung" else "failing")
@@ -213,7 +214,7 @@ def test_an_agent_stops_in_time_though_a_plugin_hangs(
 ) -> None:
     code = COMMON + "class Plugin(Base):\n    def collect(self): time.sleep(600)\n"
     agent = start(stage, coordinator, bad=code)
-    wait_until(lambda: facts(agent, "bad")["state"] == "hung", "it hangs")
+    wait_until("it hangs", lambda: facts(agent, "bad")["state"] == "hung")
     began_s = time.monotonic()
     assert agent.stop() == 0
     assert time.monotonic() - began_s < 5.0
@@ -224,7 +225,7 @@ def test_a_plugin_that_fails_is_called_less_and_less_often(
 ) -> None:
     code = COMMON + "class Plugin(Base):\n    def collect(self): raise OSError('no')\n"
     agent = start(stage, coordinator, bad=code)
-    wait_until(lambda: facts(agent, "good")["calls"] >= 30, "time passes")
+    wait_until("time passes", lambda: facts(agent, "good")["calls"] >= 30)
     assert 3 <= facts(agent, "bad")["calls"] <= 10
 
 
@@ -243,12 +244,12 @@ class Plugin(Base):
 """
     )
     agent = start(stage, coordinator, slow=code)
-    wait_until(lambda: facts(agent, "slow")["state"] == "hung", "it hangs")
+    wait_until("it hangs", lambda: facts(agent, "slow")["state"] == "hung")
     works(agent)
     assert Path(f"{gate}.calls").read_text() == "x"
     gate.touch()
-    wait_until(lambda: facts(agent, "slow")["state"] == "on", "it works again")
-    wait_until(lambda: len(trouble(coordinator, "collectors.slow")) == 2, "its end is reported")
+    wait_until("it works again", lambda: facts(agent, "slow")["state"] == "on")
+    wait_until("its end is reported", lambda: len(trouble(coordinator, "collectors.slow")) == 2)
     began, over = trouble(coordinator, "collectors.slow")
     assert (began.resolved, over.resolved) == (False, True)
     assert agent.get("/healthz")[0] == 200
@@ -261,7 +262,7 @@ def test_the_agent_can_be_stopped_while_a_plugin_hangs_in_its_start(
     agent = stage.agent(
         coordinator, environ=install(stage.folder / "site", bad=code), start=False
     ).start(wait=False)
-    wait_until(agent.socket.exists, "it is on its way")
+    wait_until("it is on its way", agent.socket.exists)
     began_s = time.monotonic()
     assert agent.stop() == 0
     assert time.monotonic() - began_s < 5.0
@@ -293,7 +294,7 @@ class Plugin(Base):
 """
     )
     start(stage, coordinator, watch=code)
-    wait_until(lambda: len(trouble(coordinator, "detectors.watch")) == 2, "it begins and ends")
+    wait_until("it begins and ends", lambda: len(trouble(coordinator, "detectors.watch")) == 2)
     began, over = trouble(coordinator, "detectors.watch")
     assert (began.name, began.resolved, over.resolved) == ("five", False, True)
 
@@ -314,7 +315,7 @@ class Plugin(Base):
 """
     )
     agent = start(stage, coordinator, loud=code)
-    wait_until(lambda: facts(agent, "loud")["calls"] >= 20, "a thousand findings")
+    wait_until("a thousand findings", lambda: facts(agent, "loud")["calls"] >= 20)
     works(agent)
     heard = trouble(coordinator, "collectors.loud")
     assert 100 <= len(heard) <= 200
@@ -334,6 +335,6 @@ class Plugin(Base):
 """
     )
     agent = start(stage, coordinator, "[agent]\nmax_series = 100\n", many=code)
-    wait_until(lambda: agent.get("/metrics")[1].count("\nmany{") == 100, "a hundred of them")
+    wait_until("a hundred of them", lambda: agent.get("/metrics")[1].count("\nmany{") == 100)
     assert "too many readings" in agent.log
     works(agent)

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.agent.stage import AgentProcess, FakeCoordinator, Stage, wait_until
+from tests.agent.stage import AgentProcess, FakeCoordinator, Stage
+from tests.waiting import wait_until
 
 from everstep.wire.messages import Heartbeat, Hello
 from everstep.wire.page import PageWriter, Place, StepRecord
@@ -67,7 +68,7 @@ def test_it_stops_within_seconds_and_leaves_nothing_behind(
     assert time.monotonic() - began_s < 5.0
     left = {path.name for path in agent.folder.iterdir()}
     assert left == {"everstep.toml", "log"}
-    wait_until(lambda: not coordinator.connected, "the coordinator sees it hang up")
+    wait_until("the coordinator sees it hang up", lambda: not coordinator.connected)
     assert "rror" not in agent.log.replace("no errors", "")
 
 
@@ -155,7 +156,7 @@ def test_roots_agent_lets_every_user_in_and_makes_its_folder(stage: Stage) -> No
     agent.arguments = [*agent.arguments, "--socket", str(deep / "agent.sock")]
     agent.start(wait=False)
     path = deep / "agent.sock"
-    wait_until((deep / "agent.json").exists, "it is ready")
+    wait_until("it is ready", (deep / "agent.json").exists)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666
     assert stat.S_IMODE(deep.stat().st_mode) == 0o755
 
@@ -188,7 +189,7 @@ def test_metrics_are_what_prometheus_reads_and_hold_agent_host_and_ranks(stage: 
             k.startswith("everstep_rank_step{") and v == 41 for k, v in samples(agent).items()
         )
 
-    wait_until(has_rank, "the rank's step in /metrics")
+    wait_until("the rank's step in /metrics", has_rank)
     found = samples(agent)
     writer.close()
     assert found["everstep_coordinator_connected{}"] == 1.0
@@ -203,9 +204,9 @@ def test_health_turns_bad_with_a_reason_when_no_coordinator_is_reached(stage: St
     coordinator = stage.coordinator()
     agent = stage.agent(coordinator)
     coordinator.expect_connected()
-    wait_until(lambda: agent.get("/healthz")[0] == 200, "it is healthy")
+    wait_until("it is healthy", lambda: agent.get("/healthz")[0] == 200)
     coordinator.stop()
-    wait_until(lambda: agent.get("/healthz")[0] == 503, "it is not")
+    wait_until("it is not", lambda: agent.get("/healthz")[0] == 503)
     facts = agent.health()
     assert facts["status"] == "unhealthy"
     assert any("no coordinator for" in reason for reason in facts["reasons"])
@@ -251,8 +252,8 @@ class ServiceManager:
 
     def expect(self, word: str, times: int = 1) -> None:
         wait_until(
-            lambda: sum(word in said for said in self.listen()) >= times,
             f"{word} at the service manager, heard {self.heard}",
+            lambda: sum(word in said for said in self.listen()) >= times,
         )
 
     def silent_for(self, seconds: float) -> bool:
@@ -286,7 +287,7 @@ def test_the_service_manager_hears_of_readiness_of_life_and_of_the_end(
     manager.expect(f"STATUS=n1: coordinator ws://{coordinator.address}")
 
     agent.signal(signal.SIGSTOP)
-    wait_until(lambda: manager.silent_for(2.0), "a stopped agent gives no sign of life")
+    wait_until("a stopped agent gives no sign of life", lambda: manager.silent_for(2.0))
     manager.heard.clear()
     agent.signal(signal.SIGCONT)
     manager.expect("WATCHDOG=1")
@@ -313,7 +314,7 @@ def test_a_coordinator_can_run_in_the_same_process(stage: Stage) -> None:
     agent = stage.agent(start=False, config=config)
     agent.arguments = [*agent.arguments, "--with-coordinator"]
     agent.start()
-    wait_until(lambda: agent.status()["coordinator"]["connected"], "the two find each other")
+    wait_until("the two find each other", lambda: agent.status()["coordinator"]["connected"])
     assert agent.stop() == 0
 
 
@@ -331,4 +332,4 @@ def test_two_agents_on_one_machine_keep_apart(stage: Stage) -> None:
     coordinator: FakeCoordinator = stage.coordinator()
     stage.agent(coordinator, name="a")
     stage.agent(coordinator, name="b")
-    wait_until(lambda: {h.node for h in coordinator.hellos} == {"a", "b"}, "both are there")
+    wait_until("both are there", lambda: {h.node for h in coordinator.hellos} == {"a", "b"})

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.agent.stage import AgentProcess, FakeCoordinator, RawClient, Stage, wait_until
+from tests.agent.stage import AgentProcess, FakeCoordinator, RawClient, Stage
+from tests.waiting import wait_until
 
 from everstep.wire.codec import encode, frame
 from everstep.wire.messages import (
@@ -76,11 +77,11 @@ def test_a_malformed_message_is_skipped_and_the_next_one_counts(
     assert agent.log.count("malformed message") == 1  # said once for each client, counted always
     metrics = agent.get("/metrics")[1]
     wait_until(
+        f"the faults are counted: {metrics}",
         lambda: (
             'everstep_client_faults_total{error_type="malformed message"} 4.0'
             in agent.get("/metrics")[1]
         ),
-        f"the faults are counted: {metrics}",
     )
 
 
@@ -141,8 +142,8 @@ def test_descriptors_where_none_belong_are_closed(
     with Path("/dev/null").open("rb") as null:
         for _ in range(30):
             client.say(JOIN, *[null.fileno()] * 3)
-    wait_until(lambda: len(coordinator.of(FromClient)) == 30, "the messages themselves count")
-    wait_until(lambda: agent.open_files() <= before, "the descriptors are closed")
+    wait_until("the messages themselves count", lambda: len(coordinator.of(FromClient)) == 30)
+    wait_until("the descriptors are closed", lambda: agent.open_files() <= before)
     assert agent.log.count("descriptor where none belongs") == 1
 
 
@@ -155,7 +156,7 @@ def test_descriptors_with_a_hello_that_has_no_page_are_closed(
     with Path("/dev/null").open("rb") as null:
         client.greet(LAUNCHER, *[null.fileno()] * 200)
     client.close()
-    wait_until(lambda: agent.open_files() <= before, "the descriptors are closed")
+    wait_until("the descriptors are closed", lambda: agent.open_files() <= before)
 
 
 @pytest.fixture
@@ -198,7 +199,7 @@ def test_a_client_that_does_not_read_is_hung_up_on(
     to = coordinator.expect(FromClient).client
     for _ in range(10):
         coordinator.say(ToClient(client=to, body=Refused(why="x" * 1_000_000)))
-    wait_until(lambda: "does not read" in agent.log, "the agent gives up on it")
+    wait_until("the agent gives up on it", lambda: "does not read" in agent.log)
     client.expect_hang_up()
 
 
@@ -214,7 +215,7 @@ def test_a_flood_of_good_messages_is_held_back_and_loses_nothing(
     other.greet(LAUNCHER)
     other.say(JOIN)
     coordinator.expect(FromClient, lambda m: m.body == JOIN)
-    wait_until(lambda: len(coordinator.bodies(GroupSucceeded)) == 3200, "all of the flood")
+    wait_until("all of the flood", lambda: len(coordinator.bodies(GroupSucceeded)) == 3200)
     assert [m.generation for m in coordinator.bodies(GroupSucceeded)] == list(range(3200))
     assert agent.log.count("talks too fast") == 1
 
@@ -238,7 +239,7 @@ def test_one_user_can_have_half_of_all_clients_and_the_rest_is_told_why_not(
             return not isinstance(first_answer(client), Refused)
         return False
 
-    wait_until(is_let_in, "there is room again")
+    wait_until("there is room again", is_let_in)
 
 
 def first_answer(client: RawClient) -> object:
@@ -263,5 +264,5 @@ def test_connecting_and_leaving_without_a_word_leaves_nothing_behind(
     coordinator.say(ToClient(client=to, body=Ack(seq=1)))
     client.expect(Ack)
     client.close()
-    wait_until(lambda: agent.open_files() <= before, "all connections are closed")
+    wait_until("all connections are closed", lambda: agent.open_files() <= before)
     assert "warning" not in agent.log

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.agent.stage import AgentProcess, FakeCoordinator, Stage, wait_until
+from tests.agent.stage import AgentProcess, FakeCoordinator, Stage
+from tests.waiting import wait_until
 
 from everstep.agent.memory import Limits, Memory, Owner, Place
 from everstep.wire.errors import MemoryRefusedError, WireError
@@ -188,11 +189,11 @@ def test_an_agent_that_was_killed_gets_it_again_when_it_is_back(
     keeper = keep(agent, b"kept")
     assert keeper.wait_held(30)
     agent.kill()
-    wait_until(lambda: not keeper.held, "the keeper sees it go")
+    wait_until("the keeper sees it go", lambda: not keeper.held)
     with pytest.raises(WireError, match="cannot be had"):
         fetch(agent.socket, "j", 3, timeout_s=1)
     agent.start()
-    wait_until(lambda: held_of(agent) == 4, "the next agent holds it")
+    wait_until("the next agent holds it", lambda: held_of(agent) == 4)
     assert contents(fetch(agent.socket, "j", 3, timeout_s=30)) == [b"kept"]
 
 
@@ -241,7 +242,7 @@ def test_memory_goes_when_nobody_of_the_job_was_connected_for_the_grace(
     assert other.wait_held(30)
     assert gone.wait_held(30)
     gone.close()
-    wait_until(lambda: held_of(agent) == 0, "the grace passes")
+    wait_until("the grace passes", lambda: held_of(agent) == 0)
     assert held_of(agent, "other") == 5
     assert "nobody of it was connected for 1 s" in agent.log
 
@@ -271,13 +272,13 @@ def test_memory_stays_while_a_launcher_or_rank_of_the_job_is_there(
     stranger.close()
     if who == "launcher":
         end_s = agent.health()["uptime_s"] + 2
-        wait_until(lambda: agent.health()["uptime_s"] > end_s, "several graces pass")
+        wait_until("several graces pass", lambda: agent.health()["uptime_s"] > end_s)
         assert held_of(agent, "gone")  # nobody knows yet whose launcher it is
     else:
-        wait_until(lambda: not held_of(agent, "gone"), "the other job's memory goes")
+        wait_until("the other job's memory goes", lambda: not held_of(agent, "gone"))
     assert held_of(agent) == 5
     client.close()
-    wait_until(lambda: not held_of(agent), "the last of the job has left")
+    wait_until("the last of the job has left", lambda: not held_of(agent))
 
 
 @pytest.mark.e2e
@@ -313,8 +314,8 @@ def test_two_hundred_ranks_that_come_and_go_leave_no_descriptor_behind(stage: St
         client.close()
         assert len(contents(fetch(agent.socket, "j", 0, timeout_s=30))) == 2
     os.close(slot)
-    wait_until(lambda: not held_of(agent), "the grace passes")
-    wait_until(lambda: agent.open_files() <= before, "everything is closed")
+    wait_until("the grace passes", lambda: not held_of(agent))
+    wait_until("everything is closed", lambda: agent.open_files() <= before)
 
 
 @pytest.mark.e2e
@@ -337,7 +338,7 @@ def test_a_forked_worker_holds_nothing_of_it(
     try:
         assert json.loads(ours.recv(4096)) == []
         keeper.close()
-        wait_until(lambda: not held_of(agent), "the connection is closed though the child lives")
+        wait_until("the connection is closed though the child lives", lambda: not held_of(agent))
     finally:
         ours.close()
         os.kill(pid, signal.SIGKILL)
@@ -394,7 +395,7 @@ def test_bad_memory_is_refused_with_the_reason_and_costs_nobody_else(
         os.close(fd)
     assert why in client.expect(Refused).why
     client.expect_hang_up()
-    wait_until(lambda: agent.open_files() <= files, "what came along is closed")
+    wait_until("what came along is closed", lambda: agent.open_files() <= files)
     assert contents(fetch(agent.socket, "j", 3, timeout_s=30)) == [b"good"]
 
 
@@ -436,10 +437,10 @@ def test_more_than_the_limit_is_refused_and_the_keeper_says_so_once(
     agent = stage.agent(config="[agent]\nmemory_user_share = 1e-6\n")
     whys: list[str] = []
     keeper = keep(agent, b"x" * 10 * MIB, on_refused=whys.append)
-    wait_until(lambda: whys, "the keeper hears of it")
+    wait_until("the keeper hears of it", lambda: whys)
     assert "memory_user_share" in whys[0]
     assert f"user {os.getuid()}" in whys[0]
-    wait_until(lambda: agent.log.count("memory refused") >= 2, "it tries again")
+    wait_until("it tries again", lambda: agent.log.count("memory refused") >= 2)
     assert len(whys) == 1
     assert not keeper.held
 

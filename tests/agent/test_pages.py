@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from tests.agent.stage import AgentProcess, FakeCoordinator, RawClient, Stage, wait_until
+from tests.agent.stage import AgentProcess, FakeCoordinator, RawClient, Stage
+from tests.waiting import wait_until
 
 from everstep.wire.messages import (
     ClientGone,
@@ -93,7 +94,7 @@ def test_a_page_leaves_with_its_client(
     assert gone.last.step == 12, "what was done since the last heartbeat is told at the end"
     coordinator.forget()
     coordinator.expect(Heartbeat, lambda b: not b.ranks)
-    wait_until(lambda: agent.open_files() <= before, "the page is unmapped")
+    wait_until("the page is unmapped", lambda: agent.open_files() <= before)
 
 
 def unsealed() -> int:
@@ -172,7 +173,7 @@ def test_a_standstill_is_told_at_once_and_twice_a_second_while_it_lasts(
     writer.enter("step", step=1)
     for step in range(1, 6):
         writer.finished(record(step))
-    wait_until(lambda: len(coordinator.of(Heartbeat)) >= 4, "heartbeats out of turn")
+    wait_until("heartbeats out of turn", lambda: len(coordinator.of(Heartbeat)) >= 4)
     beats = [b for b in coordinator.of(Heartbeat) if b.ranks and b.ranks[0].standing_s > 2]
     assert len(beats) >= 3
     assert beats[0].ranks[0].standing_s < 12
@@ -180,7 +181,7 @@ def test_a_standstill_is_told_at_once_and_twice_a_second_while_it_lasts(
     assert all(gap > 0.4 for gap in gaps)
 
     writer.finished(record(6))
-    wait_until(lambda: agent.status()["ranks"][0]["step"] == 6, "the agent sees it move")
+    wait_until("the agent sees it move", lambda: agent.status()["ranks"][0]["step"] == 6)
     writer.enter("snapshot")
     coordinator.forget()
     time_passes(agent, 3.0)
@@ -190,7 +191,7 @@ def test_a_standstill_is_told_at_once_and_twice_a_second_while_it_lasts(
 def time_passes(agent: AgentProcess, seconds: float) -> None:
     """Wait until the agent, by its own word, has lived so much longer."""
     end_s = agent.health()["uptime_s"] + seconds
-    wait_until(lambda: agent.health()["uptime_s"] > end_s, f"{seconds} s pass")
+    wait_until(f"{seconds} s pass", lambda: agent.health()["uptime_s"] > end_s)
 
 
 def test_an_agent_that_was_stopped_claims_no_standstill_of_the_time_it_slept(
@@ -204,10 +205,10 @@ def test_an_agent_that_was_stopped_claims_no_standstill_of_the_time_it_slept(
 
     agent.signal(signal.SIGSTOP)
     slept_from_s = time.monotonic()
-    wait_until(lambda: time.monotonic() - slept_from_s > 5, "it sleeps for five seconds")
+    wait_until("it sleeps for five seconds", lambda: time.monotonic() - slept_from_s > 5)
     coordinator.forget()
     agent.signal(signal.SIGCONT)
-    wait_until(lambda: len(coordinator.of(Heartbeat)) >= 2, "it goes on")
+    wait_until("it goes on", lambda: len(coordinator.of(Heartbeat)) >= 2)
     first, second = (b.ranks[0].standing_s for b in coordinator.of(Heartbeat)[:2])
     assert first < 1.0  # though the page itself has stood for more than five
     assert second < 4.0

@@ -7,7 +7,8 @@ import os
 import signal
 
 import pytest
-from tests.agent.stage import AgentProcess, FakeCoordinator, Stage, wait_until
+from tests.agent.stage import AgentProcess, FakeCoordinator, Stage
+from tests.waiting import wait_until
 
 from everstep.agent.peer import boot_id, start_ticks
 from everstep.wire.codec import SCHEMA
@@ -250,7 +251,7 @@ def test_a_stopped_agent_says_nothing_about_its_clients(
     coordinator.expect(FromClient)
     assert agent.stop() == 0
     client.expect_hang_up()
-    wait_until(lambda: not coordinator.connected, "the coordinator sees the connection closed")
+    wait_until("the coordinator sees the connection closed", lambda: not coordinator.connected)
     assert coordinator.of(ClientGone) == []
 
 

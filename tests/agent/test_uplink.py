@@ -7,7 +7,8 @@ import struct
 import threading
 
 import pytest
-from tests.agent.stage import FakeCoordinator, RawClient, Stage, wait_until
+from tests.agent.stage import FakeCoordinator, RawClient, Stage
+from tests.waiting import wait_until
 
 from everstep.agent.peer import boot_id
 from everstep.wire.codec import SCHEMA
@@ -57,7 +58,7 @@ def test_an_agent_whose_coordinator_is_not_there_yet_starts_and_finds_it_later(
 ) -> None:
     port = free_port()
     agent = stage.agent(config=f'[agent]\ncoordinators = ["127.0.0.1:{port}"]\n')
-    wait_until(lambda: "Connection refused" in agent.log, "it says what is the matter")
+    wait_until("it says what is the matter", lambda: "Connection refused" in agent.log)
     coordinator = stage.coordinator(port=port)
     coordinator.expect(Heartbeat)
     assert agent.log.count("no coordinator") == 1
@@ -66,7 +67,7 @@ def test_an_agent_whose_coordinator_is_not_there_yet_starts_and_finds_it_later(
 def test_heartbeats_come_once_a_second_and_are_numbered(stage: Stage) -> None:
     coordinator = stage.coordinator()
     stage.agent(coordinator)
-    wait_until(lambda: len(coordinator.of(Heartbeat)) >= 4, "heartbeats")
+    wait_until("heartbeats", lambda: len(coordinator.of(Heartbeat)) >= 4)
     beats = coordinator.of(Heartbeat)[:4]
     assert [b.seq for b in beats] == list(range(beats[0].seq, beats[0].seq + 4))
     assert 2.0 < beats[3].sent_at_s - beats[0].sent_at_s < 10.0
@@ -142,7 +143,7 @@ def test_a_refusal_is_shown_and_tried_again(stage: Stage) -> None:
     coordinator = stage.coordinator()
     coordinator.refuse = "another agent is called n1: give this one another --node"
     agent = stage.agent(coordinator)
-    wait_until(lambda: len(coordinator.hellos) >= 3, "it tries again")
+    wait_until("it tries again", lambda: len(coordinator.hellos) >= 3)
     assert coordinator.refuse in agent.status()["coordinator"]["error"]
     assert agent.log.count("give this one another --node") == 1
     coordinator.refuse = None
@@ -154,7 +155,7 @@ def test_a_coordinator_that_falls_silent_is_left(stage: Stage) -> None:
     coordinator = stage.coordinator()
     coordinator.mute = True
     agent = stage.agent(coordinator, config="[agent]\nreply_timeout_s = 1.5\n")
-    wait_until(lambda: len(coordinator.hellos) >= 2, "it tries another connection")
+    wait_until("it tries another connection", lambda: len(coordinator.hellos) >= 2)
     assert "silent for" in agent.log
 
 
@@ -185,7 +186,7 @@ def test_something_else_on_the_coordinators_port_is_named_and_does_no_harm(stage
         with peer:
             peer.recv(65536)
             peer.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
-        wait_until(lambda: "no coordinator there: HTTP 404" in agent.log, "it says so")
+        wait_until("it says so", lambda: "no coordinator there: HTTP 404" in agent.log)
     RawClient(agent.socket).close()
 
 
@@ -198,7 +199,7 @@ def test_a_connection_that_is_reset_is_opened_again(stage: Stage) -> None:
         coordinator.expect(Heartbeat)
         proxy.reset()
         proxy.pass_one()
-        wait_until(lambda: len(coordinator.hellos) == 2, "a second connection")
+        wait_until("a second connection", lambda: len(coordinator.hellos) == 2)
     finally:
         proxy.close()
 

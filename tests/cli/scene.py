@@ -11,7 +11,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.agent.stage import AgentProcess, RawClient, Stage, wait_until
+from tests.agent.stage import AgentProcess, RawClient, Stage
+from tests.waiting import wait_until
 
 from everstep.wire.messages import (
     BindStore,
@@ -45,7 +46,7 @@ class Coordinator:
         command = [sys.executable, "-m", "everstep.cli", "coordinator", "--config", str(file)]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        wait_until(self._is_ready, "the coordinator is ready")
+        wait_until("the coordinator is ready", self._is_ready)
 
     @property
     def address(self) -> str:

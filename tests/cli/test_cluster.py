@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.agent.stage import wait_until
 from tests.cli.actors import Ended, Everstep, free_port
 from tests.cli.scene import TOKEN, Scene
+from tests.waiting import wait_until
 
 from everstep.cli.api import Api, ApiError
 
@@ -94,7 +94,7 @@ def test_nodes_are_listed_and_shown(typed: Type) -> None:
     assert line.startswith("n1    ")
     clock = re.compile(r"^clock +[+-]\d+\.\d+ s, give or take", re.MULTILINE)
     # The agent knows its clock's offset from the answer to its first heartbeat.
-    wait_until(lambda: clock.search(typed("nodes", "show", "n1").out), "the clock offset of n1")
+    wait_until("the clock offset of n1", lambda: clock.search(typed("nodes", "show", "n1").out))
     assert typed("nodes", "show", "n1").code == 0
 
 
@@ -110,8 +110,8 @@ def test_a_job_is_shown_with_all_its_history(typed: Type) -> None:
 
 def test_an_incident_is_told_in_order_of_time(typed: Type) -> None:
     wait_until(
-        lambda: typed("incidents", "show", "1", "--json").json["committed_at_s"] is not None,
         "the plan after the incident is in force",
+        lambda: typed("incidents", "show", "1", "--json").json["committed_at_s"] is not None,
     )
     shown = typed("incidents", "show", "1")
     assert shown.code == 0
@@ -159,7 +159,7 @@ def test_the_wrong_token_is_one_line_and_64(everstep: Type, scene: Scene) -> Non
 def test_a_node_is_cordoned_evicted_and_taken_in_again(everstep: Type, fresh: Scene) -> None:
     fresh.agent("n1")
     where = [*at(fresh), "--reason", "a test"]
-    wait_until(lambda: everstep("nodes", "show", "n1", *at(fresh)).code == 0, "n1 is known")
+    wait_until("n1 is known", lambda: everstep("nodes", "show", "n1", *at(fresh)).code == 0)
     assert everstep("cordon", "n1", *where) == Ended(0, "n1: cordoned\n", "")
     assert everstep("evict", "n1", *where) == Ended(0, "n1: evicted, cordoned\n", "")
     listed = everstep("nodes", *at(fresh))
@@ -169,8 +169,8 @@ def test_a_node_is_cordoned_evicted_and_taken_in_again(everstep: Type, fresh: Sc
     answer = everstep("readmit", "n1", *where, "--json")
     assert answer.json["node"]["state"] in ("testing", "healthy")
     wait_until(
-        lambda: everstep("nodes", *at(fresh), "--json").json["nodes"][0]["state"] == "healthy",
         "n1 passes its tests",
+        lambda: everstep("nodes", *at(fresh), "--json").json["nodes"][0]["state"] == "healthy",
     )
 
 
@@ -197,8 +197,8 @@ def test_without_a_coordinator_status_tells_what_the_agent_knows(
     assert "no coordinator answers on http://127.0.0.1:" in told.err
     assert told.out.startswith("What the agent of this machine knows:\nnode         n1, everstep ")
     wait_until(
-        lambda: "is reached by the agent: name it" in everstep("status", *where).out,
         "the agent has found its coordinator",
+        lambda: "is reached by the agent: name it" in everstep("status", *where).out,
     )
     facts = everstep("status", *where, "--json")
     assert facts.code == 69

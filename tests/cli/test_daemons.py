@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.agent.stage import Stage, wait_until
+from tests.agent.stage import Stage
 from tests.cli.actors import Ended
 from tests.cli.scene import Coordinator
+from tests.waiting import wait_until
 
 Type = Callable[..., Ended]
 
@@ -123,7 +124,7 @@ def test_a_single_machine_has_both_in_one_process(everstep: Type, stage: Stage) 
     )
     agent.arguments = [*agent.arguments, "--with-coordinator"]
     agent.start()
-    wait_until(lambda: agent.status()["coordinator"]["connected"], "the agent has its coordinator")
+    wait_until("the agent has its coordinator", lambda: agent.status()["coordinator"]["connected"])
     told = everstep("status", "--coordinator", agent.status()["coordinator"]["url"])
     assert told.code == 0
     assert agent.stop() == 0

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from tests.agent.stage import wait_until
+from tests.waiting import wait_until
 
 from everstep.cli.demo.cluster import Cluster
 
@@ -27,7 +27,7 @@ def test_nodes_start_wherever_temporary_files_go_and_leave_none(
         cluster.start_coordinator()
         node = cluster.add_node("a")
         cluster.launch(node, "run", ["--nnodes=1", str(script), str(tmp_path / "up")])
-        wait_until((tmp_path / "up").exists, "the rank runs", deadline_s=60)
+        wait_until("the rank runs", (tmp_path / "up").exists)
         assert len(os.fsencode(node.socket)) <= 107
         run = cluster.run
     assert not run.exists()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_until
 
 from everstep.cli.api import Api, ApiError
 from everstep.cli.demo.cluster import Cluster
@@ -19,13 +18,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 DEADLINE_S = 90.0
 THIRTY_SECOND_WAIT = "Unable to shutdown process"
-
-
-def wait_until(what: str, true: Callable[[], object], timeout_s: float = DEADLINE_S) -> None:
-    end = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
 
 
 def api(cluster: Cluster) -> Api:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_until
 
 from everstep.cli.api import Api
 from everstep.cli.demo.cluster import Cluster, Node
@@ -20,13 +19,6 @@ from everstep.wire.exit_codes import STOPPED
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 DEADLINE_S = 90.0
-
-
-def wait_until(what: str, true: Callable[[], object], timeout_s: float = DEADLINE_S) -> None:
-    end = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
 
 
 class Job:

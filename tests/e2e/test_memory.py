@@ -8,7 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.e2e.test_a_run import all_ended_with, text, wait_until
+from tests.e2e.test_a_run import all_ended_with, text
+from tests.waiting import wait_until
 
 from everstep.cli.demo.cluster import Cluster
 from everstep.cli.demo.faults import rank_pids

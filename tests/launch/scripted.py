@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -231,11 +230,3 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def wait_until(what: str, true: Callable[[], object], timeout_s: float = DEADLINE_S) -> None:
-    """Poll a callable until it returns something true."""
-    end = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end, f"not within {timeout_s} s: {what}"
-        time.sleep(0.02)

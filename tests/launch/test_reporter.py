@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.scripted import Cluster, wait_until
+from tests.launch.scripted import Cluster
+from tests.waiting import wait_until
 
 from everstep.launch.warm import reporter
 from everstep.launch.warm.reporter import LOOK_S, QUIET_S, Reporter
@@ -98,7 +99,7 @@ def test_a_plain_script_under_torchrun_is_seen(cluster: Cluster, all_reduce: Pat
     def seen() -> set[int | None]:
         return {m.rank for m in a.got if isinstance(m, Hello) and m.role == "rank"}
 
-    wait_until("both ranks", lambda: seen() == {0, 1}, 40)
+    wait_until("both ranks", lambda: seen() == {0, 1})
     os.close(os.open(cluster.folder / "stop", os.O_CREAT))
     cluster.over()
     assert launcher.wait() == 0

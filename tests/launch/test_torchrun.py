@@ -7,7 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.launch.scripted import Cluster, alive, wait_until
+from tests.launch.scripted import Cluster, alive
+from tests.waiting import wait_until
 
 from everstep.wire.messages import GroupSucceeded, Join, Leaving, RankEnded, RanksStarted
 
@@ -98,7 +99,7 @@ def test_a_newer_plan_stops_ranks_that_ignore_sigterm(cluster: Cluster) -> None:
     (pid,) = a.expect(RanksStarted).pids
     wait_until("a rank that hears no SIGTERM", (cluster.folder / "deaf").exists)
     cluster.commit(2, ["b"], evicted=("a",))
-    wait_until("the old rank's end", lambda: not alive(pid), 20)
+    wait_until("the old rank's end", lambda: not alive(pid))
     ended = a.expect(RankEnded)
     assert (ended.signal, ended.expected) == (9, True)
     wait_until("parked", lambda: "evicted from scripted: a test" in launcher.text())
@@ -145,8 +146,8 @@ def test_ranks_and_their_strays_do_not_survive_a_killed_launcher(cluster: Cluste
     wait_until("the stray", lambda: note.exists() and note.read_text())
     stray = int(note.read_text())
     launcher.kill()
-    wait_until("the rank's end", lambda: not alive(pid), 10)
-    wait_until("the stray's end", lambda: not alive(stray), 10)
+    wait_until("the rank's end", lambda: not alive(pid))
+    wait_until("the stray's end", lambda: not alive(stray))
 
 
 def test_ranks_keep_stepping_while_the_agent_is_away_and_the_end_is_still_told(
@@ -227,7 +228,7 @@ def test_a_launcher_that_is_terminated_ends_its_ranks_within_its_grace(
     wait_until("steps", lambda: steps(cluster, 0, 1) > 2)
     launcher.process.terminate()
     assert launcher.wait() != 0
-    wait_until("the rank's end", lambda: not alive(pid), 10)
+    wait_until("the rank's end", lambda: not alive(pid))
 
 
 @pytest.mark.parametrize(

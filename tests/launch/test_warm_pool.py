@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.launch.scripted import alive, wait_until
+from tests.launch.scripted import alive
 from tests.launch.warmed import SUBJECT, Warmed, environment, finish, ready
+from tests.waiting import wait_until
 
 from everstep.launch.warm.berth import PoolError
 
@@ -97,7 +98,7 @@ def test_a_loaded_file_that_changed_is_loaded_anew(tmp_path: Path) -> None:
         made.warm()
         assert finish(made.start()).out == "True\ncat\n"
         library.write_text("NAME = 'guinea pig'\n")
-        wait_until("it is looked for again", lambda: finish(made.start()).out != "True\ncat\n", 20)
+        wait_until("it is looked for again", lambda: finish(made.start()).out != "True\ncat\n")
         assert made.said == [f"ranks start cold: {library} has changed since it was loaded"]
         wait_until("the next nursery", lambda: made.pool.ready)
         assert finish(made.start()).out == "True\nguinea pig\n"
@@ -206,7 +207,7 @@ def test_thirty_ranks_leave_no_process_and_no_descriptor_behind() -> None:
         def now() -> tuple[int, int, list[int]]:
             return descriptors(os.getpid()), descriptors(nursery), children(nursery)
 
-        wait_until(f"as before: {before}", lambda: now() == before, 10)
+        wait_until(f"as before: {before}", lambda: now() == before)
         assert made.pool.ranks() == {}
     finally:
         made.close()
@@ -234,7 +235,7 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
     assert all(alive(pid) for pid in pids)
     launcher.kill()
     launcher.communicate()
-    wait_until("their ends", lambda: not any(alive(pid) for pid in pids), 10)
+    wait_until("their ends", lambda: not any(alive(pid) for pid in pids))
 
 
 def descriptors(pid: int) -> int:

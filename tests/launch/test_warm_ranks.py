@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.launch.scripted import alive, wait_until
+from tests.launch.scripted import alive
 from tests.launch.warmed import SUBJECT, Warmed, environment, finish, ready
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -119,7 +120,7 @@ def test_it_dies_with_its_shim(warmed: Warmed) -> None:
     rank = warmed.pool.behind(shim.pid)
     assert rank is not None
     shim.kill()
-    wait_until("the rank's end", lambda: not alive(rank.pid), 10)
+    wait_until("the rank's end", lambda: not alive(rank.pid))
     assert rank.wait_end() == -signal.SIGKILL
     shim.communicate()
 
@@ -130,9 +131,9 @@ def test_it_stops_and_goes_on_with_its_shim(warmed: Warmed) -> None:
     rank = warmed.pool.behind(shim.pid)
     assert rank is not None
     shim.send_signal(signal.SIGSTOP)
-    wait_until("the rank stands", lambda: state(rank.pid) == "T", 10)
+    wait_until("the rank stands", lambda: state(rank.pid) == "T")
     shim.send_signal(signal.SIGCONT)
-    wait_until("the rank goes on", lambda: state(rank.pid) == "S", 10)
+    wait_until("the rank goes on", lambda: state(rank.pid) == "S")
     shim.terminate()
     assert finish(shim).code == -signal.SIGTERM
 
@@ -144,7 +145,7 @@ def test_another_one_takes_its_place_behind_the_same_shim(warmed: Warmed) -> Non
     first = warmed.pool.behind(shim.pid)
     assert first is not None
     first.send(signal.SIGKILL)
-    wait_until("its end is told", lambda: (first.pid, -9, True) in warmed.ends, 10)
+    wait_until("its end is told", lambda: (first.pid, -9, True) in warmed.ends)
     assert shim.poll() is None
 
     pid = warmed.pool.replace(0, {"EVERSTEP_GENERATION": "7"})
@@ -154,7 +155,7 @@ def test_another_one_takes_its_place_behind_the_same_shim(warmed: Warmed) -> Non
     assert (second.pid, second.shim) == (pid, shim.pid)
     assert b"EVERSTEP_GENERATION=7" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     shim.terminate()
-    wait_until("the second one's end", lambda: (pid, -15, True) in warmed.ends, 10)
+    wait_until("the second one's end", lambda: (pid, -15, True) in warmed.ends)
     assert shim.poll() is None
     warmed.pool.hold(0, on=False)
     warmed.pool.release(0)
@@ -169,10 +170,10 @@ def test_one_that_lives_is_ended_before_it_is_replaced(warmed: Warmed) -> None:
     assert first is not None
     second = warmed.pool.replace(0, {})
     assert not alive(first.pid)
-    wait_until("its end is told", lambda: (first.pid, -9, True) in warmed.ends, 10)
+    wait_until("its end is told", lambda: (first.pid, -9, True) in warmed.ends)
     warmed.pool.hold(on=False)
     shim.kill()
-    wait_until("the end of the second", lambda: not alive(second), 10)
+    wait_until("the end of the second", lambda: not alive(second))
     shim.communicate()
 
 
@@ -186,7 +187,7 @@ def test_who_is_told_of_an_end_may_ask_for_the_next_rank(warmed: Warmed) -> None
     put_down: list[int] = []
     events.on_end = lambda *_: put_down.append(warmed.pool.replace(0, {}))
     first.send(signal.SIGKILL)
-    wait_until("the next one", lambda: put_down, 10)
+    wait_until("the next one", lambda: put_down)
     events.on_end = tell
     assert alive(put_down[0])
     warmed.pool.hold(on=False)

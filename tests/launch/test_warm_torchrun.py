@@ -7,7 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.launch.scripted import Cluster, Launcher, alive, wait_until
+from tests.launch.scripted import Cluster, Launcher, alive
+from tests.waiting import wait_until
 
 from everstep.launch import reaper
 from everstep.wire.messages import GroupSucceeded, Join, RankEnded, RanksStarted
@@ -67,12 +68,12 @@ def test_ranks_are_warm_from_the_start_and_after_a_failure(cluster: Cluster, sle
     cluster.commit(2, ["a"], nproc=2)
     again = a.expect(RanksStarted).pids
     assert told(cluster, 1, 2)[0] == "True"
-    wait_until("the end of the first ones", lambda: not any(map(alive, pids)), 10)
+    wait_until("the end of the first ones", lambda: not any(map(alive, pids)))
     (cluster.folder / "stop").touch()
     a.expect(GroupSucceeded)
     cluster.over()
     assert launcher.wait() == 0
-    wait_until("nothing is left", lambda: not any(map(alive, [*again, *shims])), 10)
+    wait_until("nothing is left", lambda: not any(map(alive, [*again, *shims])))
     assert not list(cluster.folder.glob("everstep-*"))
 
 
@@ -110,8 +111,8 @@ def test_a_killed_launcher_leaves_no_rank_no_shim_no_nursery_and_no_folder(
     everybody = [*pids, *processes(launcher)]
     assert list(cluster.folder.glob("everstep-*/pool"))
     launcher.kill()
-    wait_until("their ends", lambda: not any(map(alive, everybody)), 20)
-    wait_until("no folder", lambda: not list(cluster.folder.glob("everstep-*")), 10)
+    wait_until("their ends", lambda: not any(map(alive, everybody)))
+    wait_until("no folder", lambda: not list(cluster.folder.glob("everstep-*")))
 
 
 @pytest.mark.parametrize(

@@ -6,22 +6,15 @@ import os
 import signal
 import socket
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_until
 
 from everstep.launch.writing import VARIABLE, NodeWriter
 
 DEADLINE_S = 60.0
-
-
-def wait_until(what: str, true: Callable[[], object]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.launch.scripted import wait_until
+from tests.waiting import wait_until
 
 from everstep.launch.warm.nest import Spec
 from everstep.launch.warm.pool import Events, Pool

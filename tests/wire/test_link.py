@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.agent.stage import AgentProcess, FakeCoordinator, Stage, wait_until
+from tests.agent.stage import AgentProcess, FakeCoordinator, Stage
+from tests.waiting import wait_until
 
 from everstep.wire.link import AgentLink
 from everstep.wire.messages import (
@@ -104,7 +105,7 @@ def test_it_greets_and_hears_and_its_owner_is_told(
     said = coordinator.expect(FromClient)
     assert said.body == JOIN
     coordinator.say(ToClient(client=said.client, body=Joined(nonce="n", node="n1")))
-    wait_until(lambda: owner.of(Joined), "the answer arrives")
+    wait_until("the answer arrives", lambda: owner.of(Joined))
     assert owner.link.connected
     assert owner.link.coordinator_up
     assert owner.link.last_error is None
@@ -117,17 +118,17 @@ def test_what_was_posted_is_repeated_after_the_agent_was_killed_until_it_is_ackn
     coordinator.expect(FromClient)
     for generation in (1, 2, 3):
         owner.link.post(GroupSucceeded(nonce="n", generation=generation))
-    wait_until(lambda: seqs(coordinator) == [1, 2, 3], "all three arrive")
+    wait_until("all three arrive", lambda: seqs(coordinator) == [1, 2, 3])
     acknowledge(coordinator, 1)
-    wait_until(lambda: len(owner.link._outbox) == 2, "the first is done with")
+    wait_until("the first is done with", lambda: len(owner.link._outbox) == 2)
 
     agent.kill()
-    wait_until(lambda: not owner.link.connected, "the link notices")
+    wait_until("the link notices", lambda: not owner.link.connected)
     owner.link.post(GroupSucceeded(nonce="n", generation=4))
     owner.link.send(Leaving(nonce="n", exit_code=0, why="nobody hears this"))
     coordinator.forget()
     agent.start()
-    wait_until(lambda: seqs(coordinator) == [2, 3, 4], "the rest is repeated, in order")
+    wait_until("the rest is repeated, in order", lambda: seqs(coordinator) == [2, 3, 4])
     assert coordinator.of(FromClient)[0].body == JOIN  # the greeting goes first
     assert coordinator.bodies(Leaving) == []
     assert not owner.link.flush(0.1)
@@ -140,11 +141,11 @@ def test_what_was_posted_is_repeated_when_only_the_coordinator_went_away(
 ) -> None:
     coordinator.expect(FromClient)
     coordinator.stop()
-    wait_until(lambda: not owner.link.coordinator_up, "the link is told")
+    wait_until("the link is told", lambda: not owner.link.coordinator_up)
     owner.link.post(GroupSucceeded(nonce="n", generation=1))
     coordinator.forget()
     coordinator.start()
-    wait_until(lambda: seqs(coordinator) == [1], "it arrives")
+    wait_until("it arrives", lambda: seqs(coordinator) == [1])
     assert owner.link.connected
 
 
@@ -179,12 +180,12 @@ def test_an_agent_that_is_not_there_costs_nothing_and_is_found_when_it_comes(
     for generation in range(100):
         owner.link.post(GroupSucceeded(nonce="n", generation=generation))
     assert time.monotonic() - began_s < 2.0
-    wait_until(lambda: owner.link.last_error, "the reason is known")
+    wait_until("the reason is known", lambda: owner.link.last_error)
     assert str(agent.socket) in (owner.link.last_error or "")
     assert not owner.link.wait_connected(0.01)
     agent.start()
     assert owner.link.wait_connected(20)
-    wait_until(lambda: seqs(coordinator) == list(range(1, 101)), "all of it arrives")
+    wait_until("all of it arrives", lambda: seqs(coordinator) == list(range(1, 101)))
     owner.link.close()
 
 
@@ -199,9 +200,9 @@ def test_a_stopped_agent_costs_its_clients_neither_time_nor_memory(
         owner.link.post(Leaving(nonce="n", exit_code=generation, why=text))
     assert time.monotonic() - began_s < 10.0
     assert owner.link._queued_bytes <= 8 * 1024 * 1024
-    wait_until(lambda: not owner.link.coordinator_up, "it gives the connection up")
+    wait_until("it gives the connection up", lambda: not owner.link.coordinator_up)
     agent.signal(signal.SIGCONT)
-    wait_until(lambda: seqs(coordinator)[-200:] == list(range(1, 201)), "nothing of it was lost")
+    wait_until("nothing of it was lost", lambda: seqs(coordinator)[-200:] == list(range(1, 201)))
 
 
 def test_closing_flushes_for_as_long_as_it_was_told_and_no_longer(
@@ -228,7 +229,7 @@ def test_closing_ends_in_time_though_the_agent_is_stopped(
     began_s = time.monotonic()
     owner.link.close()
     assert time.monotonic() - began_s < 10.0
-    wait_until(lambda: not owner.link._thread.is_alive(), "the thread ends")
+    wait_until("the thread ends", lambda: not owner.link._thread.is_alive())
     agent.signal(signal.SIGCONT)
 
 
@@ -248,7 +249,7 @@ def test_an_owner_that_raises_loses_one_message_and_not_the_link(
     to = coordinator.expect(FromClient).client
     for nonce in ("a", "b"):
         coordinator.say(ToClient(client=to, body=Joined(nonce=nonce, node="n1")))
-    wait_until(lambda: sum(isinstance(m, Joined) for m in heard) == 2, "both arrive")
+    wait_until("both arrive", lambda: sum(isinstance(m, Joined) for m in heard) == 2)
     assert link.connected
     link.close()
 
@@ -271,7 +272,7 @@ def test_a_refused_client_does_not_hammer_the_agent(agent: AgentProcess) -> None
 
     link = AgentLink(agent.socket, Hello(role="launcher", schema=99), on_message=note)
     link.start()
-    wait_until(lambda: len(refused) >= 5, "several refusals")
+    wait_until("several refusals", lambda: len(refused) >= 5)
     link.close()
     assert refused[4] - refused[0] > 0.7  # 0.1, 0.2, 0.4, 0.8 s, each at least half
 
@@ -329,5 +330,5 @@ def test_many_links_come_and_go_without_leaving_a_thread_or_a_descriptor(
 
 
 def settled(count: Callable[[], int], most: int) -> bool:
-    wait_until(lambda: count() <= most, "everything is given back")
+    wait_until("everything is given back", lambda: count() <= most)
     return True

@@ -321,6 +321,27 @@ def test_a_coordinator_that_stood_still_itself_starts_all_timers_anew() -> None:
     assert world.job().generation == 1
 
 
+def test_a_coordinator_that_stood_still_while_a_node_froze_still_finds_it() -> None:
+    world = running()
+    world.freeze("c")
+    world.now_s += 4
+    world.until(lambda: world.members() == ["a", "b", "d"], within=10)
+    assert world.evicted() == ["c"]
+
+
+def test_a_node_whose_last_heartbeat_before_it_froze_was_late_is_found_all_the_same() -> None:
+    world = running()
+    node = world.nodes["c"]
+    for late_s in (1.4, 2.4):
+        node.beat_s = world.now_s + late_s - 1.0  # as a busy machine sends them
+        world.run(late_s + 0.1)
+    node.beat_s = world.now_s + 1e9
+    world.run(2.8)
+    world.freeze("c")
+    world.until(lambda: world.members() == ["a", "b", "d"], within=10)
+    assert world.evicted() == ["c"]
+
+
 # ----------------------------------------------------------------------------------- launchers
 
 

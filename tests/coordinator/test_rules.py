@@ -52,7 +52,7 @@ def broken(at_s: float, *, node: str = "n1", kind: ClueKind = "broken") -> Clue:
 
 
 def silent(*, closed: bool = False, phase: Phase = "step") -> SilentNode:
-    return SilentNode("n0", T, closed, (page(0, phase=phase),))
+    return SilentNode("n0", T, T, closed, (page(0, phase=phase),))
 
 
 def standing_since(since_s: float, now_s: float) -> list[Seen]:

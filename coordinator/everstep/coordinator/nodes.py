@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _TAKE_OVER_S = 30.0  # another machine may have a hung one's name only after this
 _RETRY_S = 2.0
+_FADES = 0.95  # a heartbeat
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +32,8 @@ class Session:
     hello: AgentHello
     since_s: float
     heard_at_s: float
+    listened_s: float = 0.0  # its silence counts from here: not while we ourselves did not listen
+    pause_s: float = 0.0  # the longest between two heartbeats of late, fading
     closed_at_s: float | None = None
     beat: Heartbeat | None = None
     beat_at_s: float = 0.0
@@ -40,6 +43,8 @@ class Session:
 
     def take(self, beat: Heartbeat, now_s: float) -> None:
         """Take a heartbeat: no fact, no decision, as cheap as can be."""
+        if self.beats:
+            self.pause_s = max(now_s - self.beat_at_s, self.pause_s * _FADES)
         self.heard_at_s = self.beat_at_s = now_s
         self.beat = beat
         self.beats += 1
@@ -143,7 +148,7 @@ class Nodes:
     def renew(self, now_s: float) -> None:
         """Start the silence timers anew: it was we who did not listen."""
         for session in self.sessions.values():
-            session.heard_at_s = max(session.heard_at_s, now_s)
+            session.listened_s = now_s
 
     def listening(self, now_s: float) -> bool:
         """Return whether this coordinator has been up long enough to judge anybody's silence."""
@@ -156,10 +161,10 @@ class Nodes:
             return self._judges_from_s  # not heard since our start: it counts from the grace's end
         if session.closed_at_s is not None:
             return session.closed_at_s
-        silent_s = now_s - session.heard_at_s
-        if silent_s < self._silence.silent_s or not self.listening(now_s):
+        since_s = max(session.heard_at_s, session.listened_s)
+        if now_s - since_s < self._silence.silent_s or not self.listening(now_s):
             return None
-        return session.heard_at_s
+        return since_s
 
     def watch(self, turn: Turn, engaged: Collection[str]) -> tuple[list[str], list[str]]:
         """Note silence and its end; return the nodes that fell silent and those heard again.

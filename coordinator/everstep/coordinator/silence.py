@@ -37,14 +37,19 @@ _FRESH_S = 2.0
 class SilentNode:
     """A member whose agent is not heard. `ranks` is what its last heartbeat said of this job.
 
+    `since_s` is from when on its silence counts, `heard_at_s` when it was last heard: the same,
+    unless this coordinator stood still itself. `pause_s` is how long it was silent between two
+    heartbeats of late.
     `snapshot_patience_s` is how long a snapshot of this job may hold its loop up by all that is
     known of the ones before; None while there was none.
     """
 
     node: str
     since_s: float
+    heard_at_s: float
     closed: bool
     ranks: tuple[RankProgress, ...] = ()
+    pause_s: float = 1.0
     snapshot_patience_s: float | None = None
 
 
@@ -169,7 +174,7 @@ def _ended_peer(
     for clue in sorted(clues, key=lambda c: c.at_s):
         if clue.node == silent.node or clue.kind not in _WITNESSES:
             continue
-        early = clue.at_s + clue.error_s < silent.since_s - step_s - _SLACK_S
+        early = clue.at_s + clue.error_s < silent.heard_at_s - step_s - _SLACK_S
         late = clue.at_s - clue.error_s > silent.since_s + rules.witness_s
         if not early and not late and now_s - clue.at_s >= _GRACE_S:
             return clue
@@ -186,8 +191,9 @@ def _standing_peers(
     patience_s = _own_patience_s(silent)
     if not peers or patience_s is None or now_s - silent.since_s < patience_s:
         return None
-    earliest = silent.since_s - step_s - _SLACK_S
-    latest = silent.since_s + _HEARTBEAT_S + step_s + _SLACK_S
+    pause_s = min(max(silent.pause_s, _HEARTBEAT_S), rules.silent_s)
+    earliest = silent.heard_at_s - step_s - _SLACK_S
+    latest = silent.since_s + pause_s + step_s + _SLACK_S
     for peer in peers:
         if now_s - peer.heard_at_s > _FRESH_S or not _stands(peer.progress, rules):
             return None
@@ -227,6 +233,6 @@ def _as_evidence(clue: Clue) -> Evidence:
 
 def _loss(silent: SilentNode, why: str, evidence: list[Evidence]) -> Loss:
     how = "closed its connection" if silent.closed else "was last heard"
-    silence = Evidence(at_s=silent.since_s, what=f"agent {how}", source="coordinator")
+    silence = Evidence(at_s=silent.heard_at_s, what=f"agent {how}", source="coordinator")
     seen = sorted([silence, *evidence], key=lambda e: e.at_s)
     return Loss(silent.node, f"{why}, and the agent of {silent.node} is silent", tuple(seen))

@@ -63,11 +63,15 @@ def _still_ours(job: Job, node: str) -> bool:
 
 
 def _silent(job: Job, node: str, now_s: float) -> SilentNode:
-    since_s = job.nodes.away_since(node, now_s)
+    away_s = job.nodes.away_since(node, now_s)
+    since_s = now_s if away_s is None else away_s
+    session = job.nodes.connected(node)
     return SilentNode(
         node=node,
-        since_s=now_s if since_s is None else since_s,
-        closed=job.nodes.connected(node) is None,
+        since_s=since_s,
+        heard_at_s=since_s if session is None else min(session.heard_at_s, since_s),
+        closed=session is None,
+        pause_s=0.0 if session is None else session.pause_s,
         ranks=job.last_ranks(node),
         snapshot_patience_s=_snapshot_patience_s(job),
     )

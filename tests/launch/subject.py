@@ -78,7 +78,7 @@ def say_signals() -> None:
         if number == signal.SIGTERM:
             sys.exit(5)
 
-    for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, heard)
     print("ready", flush=True)
     while True:

@@ -106,7 +106,7 @@ def test_signals_to_the_shim_reach_it(warmed: Warmed) -> None:
     shim = warmed.start("say_signals")
     ready(shim)
     assert shim.stdout is not None
-    for number in (signal.SIGUSR1, signal.SIGHUP):
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
         shim.send_signal(number)
         assert shim.stdout.readline() == f"{int(number)}\n"
     shim.send_signal(signal.SIGTERM)

@@ -17,8 +17,9 @@ $(READY): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/everstep demo $(ARGS)
 
+# Most tests wait for processes of theirs, so several at a time cost little.
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .

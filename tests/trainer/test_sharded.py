@@ -11,6 +11,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from everstep.trainer.snapshot import planning
+
 SCRIPT = Path(__file__).parent / "sharded_ranks.py"
 
 
@@ -58,6 +60,14 @@ def test_stages_of_a_pipeline_keep_apart_what_is_called_alike(
 ) -> None:
     run(start_ranks, 3, "pp", tmp_path, "save")
     run(start_ranks, 3, "pp", tmp_path, "load")
+
+
+def test_state_counts_as_replicated_only_where_no_rank_has_anything_of_its_own() -> None:
+    same = ({"weight": "a", "mean": "b"}, {"everstep.state": (8, "c")})
+    other = ({"weight": "a", "mean": "x"}, {"everstep.state": (8, "c")})
+    fewer = ({"weight": "a"}, {"everstep.state": (8, "c")})
+    for ranks, expected in (([same, same], True), ([same, other], False), ([same, fewer], False)):
+        assert [alike for _, _, alike in planning._name(ranks)] == [expected] * 2
 
 
 def test_a_rank_that_has_nothing_is_given_replicated_state_by_one_that_has_it(

@@ -31,6 +31,7 @@ from everstep.trainer.snapshot.source import (
     takes_whole,
     together,
 )
+from everstep.trainer.snapshot.state import OWN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -106,6 +107,14 @@ class FolderSource:
     def parts(self) -> Mapping[str, Sequence[Part]]:
         """The boxes by name."""
         return {name: [one.part for one in boxes] for name, boxes in self._stored.items()}
+
+    @property
+    def replicated(self) -> bool:
+        """Whether no rank has anything of its own."""
+        return all(
+            not name.startswith(OWN) and all(one.part.shape == one.part.size for one in boxes)
+            for name, boxes in self._stored.items()
+        )
 
     def peek(self, name: str) -> torch.Tensor:
         """Read a tensor that is there in one piece."""

@@ -10,7 +10,6 @@ from everstep.trainer.snapshot import planning
 from everstep.trainer.snapshot.capture import Copy
 from everstep.trainer.snapshot.slot import Sealed
 from everstep.trainer.snapshot.state import (
-    OWN,
     SPARE,
     STATE,
     Own,
@@ -43,6 +42,7 @@ class Fitting:
         self.on_device = on_device
         self._rank = rank
         self._names = plan.names
+        self._alike = plan.alike
         self._own_names = {path: name for path, name in plan.names.items() if path != name}
         self._pieces = {piece.part.name: piece for piece in plan.layout.table.pieces}
 
@@ -66,9 +66,9 @@ class Fitting:
 
     @property
     def replicated(self) -> bool:
-        """Whether what this rank holds is the whole state, but for other ranks' own things."""
+        """Whether every rank's state is the same, and all of it is in this rank's slots."""
         parts = [piece.part for piece in self.layout.table.pieces]
-        return all(p.shape == p.size and not p.name.startswith(OWN) for p in parts)
+        return self._alike and all(p.shape == p.size for p in parts)
 
     def misfit(self, state: State) -> str:
         """Return what of the state there is no place for, nothing when it fits."""
@@ -105,7 +105,8 @@ class Fitting:
     def seal(self, slot: Slot, facts: Marker) -> None:
         """Take the checksums of a filled slot and seal it. Raises SnapshotError."""
         sums = [slot.checksum(start, size) for start, size in self.layout.table.regions()]
-        slot.seal(Sealed(facts=facts, rank=self._rank, sums=sums))
+        sealed = Sealed(facts=facts, rank=self._rank, sums=sums, replicated=self.replicated)
+        slot.seal(sealed)
 
     def _packed(self, state: State) -> dict[str, bytes]:
         own = msgspec.msgpack.encode(Own(state.rng, self._own_names))

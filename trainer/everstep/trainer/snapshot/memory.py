@@ -16,7 +16,6 @@ from everstep.trainer.snapshot.source import (
     Source,
     check_complete,
     copy_overlap,
-    replicated,
     takes_whole,
     together,
 )
@@ -52,7 +51,7 @@ class Memory:
                 continue
             found = SlotSource(slot)
             same = (sealed.rank, sealed.facts.world_size) == (self._rank, self._world_size)
-            if same or replicated(found):
+            if same or found.replicated:
                 return found
         return None
 
@@ -70,6 +69,8 @@ class SlotSource:
         self._pieces: dict[str, Piece] = {piece.part.name: piece for piece in table.pieces}
         self._regions = list(zip(table.regions(), sealed.sums, strict=True))
         self.marker: Marker = sealed.facts
+        # Not to be seen from the names in here: what others have of their own is not here.
+        self.replicated = sealed.replicated
 
     @property
     def parts(self) -> Mapping[str, Sequence[Part]]:

@@ -46,11 +46,15 @@ class Local(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One rank's layout, the name in the snapshot of each of its tensors, rank 0's `.metadata`."""
+    """One rank's layout, the name in the snapshot of each of its tensors, rank 0's `.metadata`.
+
+    `alike`: no rank has a tensor that another has not, or has otherwise.
+    """
 
     layout: Layout
     names: dict[str, str]
     metadata: bytes
+    alike: bool
 
 
 def own_name(rank: int, name: str) -> str:
@@ -73,7 +77,7 @@ def make(look: Callable[[], Local], group: dist.ProcessGroup) -> Plan:
         mine, why = look(), ""
     except SnapshotError as exc:
         mine, why = Local({}, {}, ("", lambda _: 0)), str(exc)
-    names, rooms = circle.settle((_digests(mine), why), _name)
+    names, rooms, alike = circle.settle((_digests(mine), why), _name)
     own, own_room = mine.own
     rooms |= {own: own_room({path: name for path, name in names.items() if path != name})}
     names[own] = own
@@ -92,7 +96,8 @@ def make(look: Callable[[], Local], group: dist.ProcessGroup) -> Plan:
         for piece in layout.table.pieces[: layout.table.filed]
     }
     everything = circle.to_first(stored)
-    return Plan(layout, names, _encode(metadata[0], everything) if everything else b"")
+    encoded = _encode(metadata[0], everything) if everything else b""
+    return Plan(layout, names, encoded, alike)
 
 
 class _Circle:
@@ -148,8 +153,11 @@ def _digest(tensor: torch.Tensor) -> str:
 
 def _name(
     all_digests: list[tuple[dict[str, str], dict[str, tuple[int, str]]]],
-) -> list[tuple[dict[str, str], dict[str, int]]]:
-    """Return for each rank the names of its tensors and shared bytes, and the latter's room."""
+) -> list[tuple[dict[str, str], dict[str, int], bool]]:
+    """Return for each rank the names of its tensors and shared bytes, and the latter's room.
+
+    Also whether all ranks have the same.
+    """
     room: dict[str, int] = defaultdict(int)
     everything = []
     for tensors, shared in all_digests:
@@ -163,12 +171,13 @@ def _name(
             lowest.setdefault(name, rank)
             keepers.setdefault((name, digest), rank)
     out = []
+    alike = all(digests == everything[0] for digests in everything)
     for digests in everything:
         names = {}
         for name, digest in digests.items():
             keeper = keepers[name, digest]
             names[name] = name if keeper == lowest[name] else own_name(keeper, name)
-        out.append((names, dict(room)))
+        out.append((names, dict(room), alike))
     return out
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from everstep.snapshots.marker import SnapshotError
 from everstep.trainer.snapshot.planning import origin
-from everstep.trainer.snapshot.source import Request, own, replicated, whole
+from everstep.trainer.snapshot.source import Request, own, whole
 from everstep.trainer.snapshot.state import STATE
 from everstep.trainer.snapshot.tree import local, paths, unflatten
 
@@ -137,7 +137,7 @@ def _load(id_: SnapshotId, tier: str, source: Source, live: Live, rank: int) -> 
     states = unflatten(state.shape, targets.__getitem__)
     rng = mine.rng if mine else None
     restored = Restored(id_, source.marker, tier, states, state.hooks, rng)
-    return _Found(restored, state.shape, targets, replicated(source))
+    return _Found(restored, state.shape, targets, source.replicated)
 
 
 def _target(part: Part, live: torch.Tensor | None) -> torch.Tensor:

@@ -27,11 +27,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Sealed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a whole slot says of itself; `sums` are the XXH3-64 of the table's regions."""
+    """What a whole slot says of itself; `sums` are the XXH3-64 of the table's regions.
+
+    `replicated`: every rank's state is the same, so that this one will do for any.
+    """
 
     facts: Marker
     rank: int
     sums: list[int]
+    replicated: bool = False
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from everstep.snapshots.marker import SnapshotError
-from everstep.trainer.snapshot.state import OWN, STATE, Own, Whole, rank_name, unpack
+from everstep.trainer.snapshot.state import STATE, Own, Whole, rank_name, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,6 +44,11 @@ class Source(Protocol):
         """The boxes that each tensor is there in, by name."""
         ...
 
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank's state is the same, and all of it is here."""
+        ...
+
     def peek(self, name: str) -> torch.Tensor:
         """Return a tensor that is there in one piece; nobody has checked yet that it is whole."""
         ...
@@ -67,14 +72,6 @@ class Tier(Protocol):
     def open(self, id_: SnapshotId) -> Source | None:
         """Return the snapshot, None when it is not there; SnapshotError says what is wrong."""
         ...
-
-
-def replicated(source: Source) -> bool:
-    """Say whether all ranks' tensors are the same, and all of them are here."""
-    return all(
-        not name.startswith(OWN) and all(part.shape == part.size for part in parts)
-        for name, parts in source.parts.items()
-    )
 
 
 def own(source: Source, rank: int) -> Own | None:

@@ -15,10 +15,12 @@ from tests.snapshots.test_writer import deadline
 
 from everstep.sdk.config import ConfigError
 from everstep.snapshots import catalogue, faults, marker, part
-from everstep.snapshots.faults import Action, Point
+from everstep.snapshots.faults import Action, Planned, Point
 from everstep.snapshots.orders import Policy
 from everstep.snapshots.part import Note
+from everstep.snapshots.places import Folder
 from everstep.snapshots.sealed import SnapshotError
+from everstep.snapshots.writer.write import write_part
 
 KEEP_TWO = Policy(keep=2)
 AFTER_COMMIT = (
@@ -99,6 +101,18 @@ def test_a_disk_error_after_the_marker_costs_no_snapshot(
         assert rank.save(place, step, policy=KEEP_TWO).why is None
     assert writer.close(DEADLINE_S)
     assert set(good(place)) >= {"s000002-g1", "s000003-g1"}
+
+
+def test_a_part_that_fails_after_its_note_leaves_the_file_that_the_lead_may_count_in(
+    place: Path,
+) -> None:
+    failing = Planned(Point.AFTER_PART, Action.EIO)
+    with pytest.raises(SnapshotError, match="injected"):
+        write_part(order(place, 1), memoryview(contents(0, 1)), Folder(place), faults=failing)
+    folder = place / "s000001-g1"
+    assert (folder / "__0_0.distcp").read_bytes() == contents(0, 1)
+    note = part.from_bytes((folder / part.file_name(0)).read_bytes(), name="note")
+    assert "injected" in note.why, "a lead that has not read the good note gives up at once"
 
 
 def test_a_failed_part_is_known_to_the_lead_at_once(

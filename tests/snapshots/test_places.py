@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,6 +108,27 @@ def test_of_what_is_removed_the_marker_goes_first(places: Places) -> None:
     place.remove("s000001-g1")
     assert place.files("s000001-g1") == []
     place.remove("s000001-g1")
+
+
+def test_what_a_thawed_writer_puts_down_meanwhile_is_removed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "s000001-g1"
+    folder.mkdir()
+    (folder / "__0_0.distcp").touch()
+    real, calls = shutil.rmtree, []
+
+    def meanwhile(path: Path) -> None:
+        calls.append(path)
+        if len(calls) == 1:  # it has looked what there is, then a marker comes
+            (path / "__0_0.distcp").unlink()
+            (path / marker.NAME).touch()
+            path.rmdir()
+        real(path)
+
+    monkeypatch.setattr(shutil, "rmtree", meanwhile)
+    Folder(tmp_path).remove(folder.name)
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 from tests.snapshots.conftest import StartWriter
-from tests.snapshots.ranks import MakeRank
+from tests.snapshots.ranks import MakeRank, contents, order
 from tests.snapshots.test_faults import good
 from tests.snapshots.test_writer import deadline
 
 from everstep.snapshots import marker, part
+from everstep.snapshots.faults import Faults
 from everstep.snapshots.orders import Policy
 from everstep.snapshots.part import Note
+from everstep.snapshots.places import Folder
+from everstep.snapshots.writer.commit import Commit
+from everstep.snapshots.writer.write import write_part
 
 
 @pytest.fixture
@@ -78,6 +83,30 @@ def test_a_thawed_writer_of_an_older_generation_puts_nothing_down(
     assert (place / "latest").readlink().name == (
         "s000010-g1" if how == "claimed" else "s000008-g2"
     )
+
+
+class Overtaken(Folder):
+    """A folder in which a newer generation commits just before `latest` is first moved."""
+
+    overtaken = False
+
+    def point_latest(self, id_: str) -> None:
+        if not self.overtaken:
+            self.overtaken = True
+            put_down(self.path, 8, generation=2)
+        super().point_latest(id_)
+
+
+def put_down(place: Path, step: int, *, generation: int, into: Folder | None = None) -> None:
+    made, folder = order(place, step, generation=generation), into or Folder(place)
+    write_part(made, memoryview(contents(0, step)), folder, faults=Faults())
+    Commit(made, b"", folder, faults=Faults(), pause=time.sleep, give_up=lambda: None).run()
+
+
+def test_latest_never_goes_back_whenever_its_mover_was_frozen(place: Path) -> None:
+    put_down(place, 20, generation=1, into=Overtaken(place))
+    assert good(place) == ["s000008-g2", "s000020-g1"]
+    assert (place / "latest").readlink().name == "s000008-g2"
 
 
 def test_notes_of_another_job_do_not_count(

@@ -50,6 +50,7 @@ class Action(StrEnum):
     ENOSPC = "enospc"
     EROFS = "erofs"
     SLEEP = "sleep"
+    STOP = "stop"
 
 
 class Faults:
@@ -83,6 +84,9 @@ class Planned(Faults):
         match self.action:
             case Action.KILL:
                 os.kill(os.getpid(), signal.SIGKILL)
+            case Action.STOP:
+                # Until somebody sends SIGCONT: long after, as a frozen machine would go on.
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             case Action.SLEEP:
                 time.sleep(self.sleep_s)
             case Action.EIO | Action.ENOSPC | Action.EROFS:

@@ -126,10 +126,17 @@ class Folder:
     def remove(self, id_: str) -> None:
         """Delete a snapshot, its marker first. Raises OSError when something stays."""
         folder = self.path / id_
-        with contextlib.suppress(FileNotFoundError):
-            (folder / marker.NAME).unlink(missing_ok=True)
-            self._faults.at(Point.MID_RETENTION)
-            shutil.rmtree(folder)
+        for left in reversed(range(_TRIES)):
+            if not folder.is_dir():
+                return
+            # A writer that was frozen may put its files, or even a marker, down meanwhile.
+            try:
+                (folder / marker.NAME).unlink(missing_ok=True)
+                self._faults.at(Point.MID_RETENTION)
+                shutil.rmtree(folder)
+            except OSError as exc:
+                if exc.errno not in (errno.ENOENT, errno.ENOTEMPTY) or not left:
+                    raise
 
     def latest(self) -> str | None:
         """Return the id that `latest` names: a link, or a file where links cannot be made."""

@@ -155,10 +155,9 @@ class Commit:
             raise StaleError(
                 f"generation {claimed} has taken over this run's folder; this is {mine}"
             )
-        for name in self._place.names():
-            with contextlib.suppress(ValueError):
-                if SnapshotId.parse(name).generation > mine and self._is_of_this_job(name):
-                    raise StaleError(f"{name} of a newer generation is there; this is {mine}")
+        for id_ in self._ids():
+            if id_.generation > mine and self._is_of_this_job(str(id_)):
+                raise StaleError(f"{id_} of a newer generation is there; this is {mine}")
 
     def _is_of_this_job(self, name: str) -> bool:
         with contextlib.suppress(OSError, SnapshotError):
@@ -190,20 +189,31 @@ class Commit:
         try:
             self._faults.at(Point.AFTER_MARKER)
             self._faults.at(Point.BEFORE_LATEST)
-            if not self._is_newer_latest():
-                self._place.point_latest(order.id)
+            self._point_at_newest()
             self._faults.at(Point.AFTER_LATEST)
         except OSError as exc:
             log.warning("`latest` does not name %s: %s", order.id, plain(exc, self._place.where))
 
-    def _is_newer_latest(self) -> bool:
-        facts = self._order.facts
-        named = self._place.latest()
-        with contextlib.suppress(OSError, SnapshotError):
-            found = marker.unseal(self._place.read(named, marker.NAME)) if named else None
-            if found is not None and found.job == facts.job:
-                return (found.generation, found.step) > (facts.generation, facts.step)
-        return False
+    def _point_at_newest(self) -> None:
+        # Again after it was moved: a machine may freeze between a look and what follows from it.
+        pointed = ""
+        while (newest := self._newest()) != pointed:
+            self._place.point_latest(newest)
+            pointed = newest
+
+    def _newest(self) -> str:
+        """Return the newest complete snapshot of this job, ours if there is none that is newer."""
+        mine = SnapshotId(self._order.facts.step, self._order.facts.generation)
+        newer = [id_ for id_ in self._ids() if id_.place() > mine.place()]
+        whole = [id_ for id_ in newer if self._is_of_this_job(str(id_))]
+        return str(max([mine, *whole], key=SnapshotId.place))
+
+    def _ids(self) -> list[SnapshotId]:
+        found = []
+        for name in self._place.names():
+            with contextlib.suppress(ValueError):
+                found.append(SnapshotId.parse(name))
+        return found
 
 
 def clear(place: Place, id_: str) -> None:

@@ -53,8 +53,8 @@ def write_part(
 ) -> Note:
     """Write one part and its note, and return that once both are durable.
 
-    Raises SnapshotError with the reason when it cannot be: nothing of the part is left then, and
-    as far as the disk allows a note says why, so that the lead does not wait for it.
+    Raises SnapshotError with the reason when it cannot be: as far as the disk allows a note says
+    why, so that the lead does not wait for it, and the space is given back.
     """
     begin = time.monotonic()
     where = f"{place.where.rstrip('/')}/{order.id}"
@@ -64,6 +64,7 @@ def write_part(
         place.remove_file(order.id, part.file_name(order.rank))
     except OSError as exc:
         raise SnapshotError(plain(exc, where)) from exc
+    noted = False
     try:
         if order.missing:
             raise SnapshotError(order.missing)  # noqa: TRY301  told as any other failure is
@@ -71,11 +72,17 @@ def write_part(
         facts = _facts(order, xxh3, write_s=time.monotonic() - begin, at_s=clock())
         note = _note(order, facts)
         faults.at(Point.BEFORE_PART)
-        place.put(order.id, part.file_name(order.rank), part.to_bytes(note))
+        try:
+            place.put(order.id, part.file_name(order.rank), part.to_bytes(note))
+        except OSError as exc:
+            # A full disk shows before the note has its name, anything else perhaps after that.
+            noted = exc.errno not in _FULL
+            raise
+        noted = True
         faults.at(Point.AFTER_PART)
     except (OSError, SnapshotError) as exc:
         why = plain(exc, f"{where}/{order.file}")
-        _leave_word(order, place, why, at_s=clock())
+        _leave_word(order, place, why, keep=noted, at_s=clock())
         raise SnapshotError(why) from exc
     return note
 
@@ -108,11 +115,15 @@ def _note(order: Write, part_: Part, *, why: str = "") -> Note:
     return Note(id=order.id, job=order.facts.job, attempt=order.attempt, part=part_, why=why)
 
 
-def _leave_word(order: Write, place: Place, why: str, *, at_s: float) -> None:
-    """Give the space back, then say in a note that this part will not come."""
+def _leave_word(order: Write, place: Place, why: str, *, keep: bool, at_s: float) -> None:
+    """Give the space back, then say in a note that this part will not come.
+
+    `keep`: the lead may have read a good note already, and be about to count the file in.
+    """
     note = _note(order, _facts(order, order.xxh3, write_s=0.0, at_s=at_s), why=why)
     with contextlib.suppress(OSError):
-        place.remove_file(order.id, order.file)
+        if not keep:
+            place.remove_file(order.id, order.file)
         place.put(order.id, part.file_name(order.rank), part.to_bytes(note))
 
 

@@ -1,49 +1,32 @@
-"""`python -m tests.chaos [--seeds 20] [--first 0] [--out DIR]`: storms, one line each."""
+"""`python -m tests.chaos [storms | snapshots | kills | elastic | leaks] [options]`.
+
+Without a name it is storms. `python -m tests.chaos NAME --help` tells the options.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
 import sys
-import tempfile
-from pathlib import Path
 
-from tests.chaos.runs import Outcome, Storm, weather
-
-
-def line(outcome: Outcome) -> dict[str, object]:
-    return {
-        "seed": outcome.storm.seed,
-        "ranks": outcome.storm.nodes * outcome.storm.ranks,
-        "layout": f"{outcome.storm.nodes}x{outcome.storm.ranks}",
-        "good": outcome.good,
-        "killed": dict(outcome.killed),
-        "exit_codes": outcome.exit_codes,
-        "final_step": outcome.final_step,
-        "bit_equal": not outcome.differences and outcome.final_step == outcome.storm.steps,
-        "waited_thirty_s": outcome.waited_thirty_s,
-        "left_over": outcome.left_over,
-        "took_s": round(outcome.took_s, 1),
-        "trouble": outcome.trouble,
-    }
+PROGRAMS = {
+    "storms": "tests.chaos.storms",
+    "snapshots": "tests.chaos.snapshots.program",
+}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=20, help="how many storms")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--kills", type=int, default=7, help="kills in each")
-    parser.add_argument("--out", type=Path, default=None, help="keep logs and snapshots here")
-    args = parser.parse_args()
-    out = args.out or Path(tempfile.mkdtemp(prefix="everstep-chaos-"))
-    good = 0
-    for seed in range(args.first, args.first + args.seeds):
-        outcome = weather(Storm.of(seed, kills=args.kills), out / f"seed{seed}")
-        good += outcome.good
-        print(json.dumps(line(outcome)), flush=True)
-    sys.stderr.write(f"{good} of {args.seeds} good; logs in {out}\n")
-    return 0 if good == args.seeds else 1
+def main(words: list[str]) -> int:
+    name = words[0] if words and words[0] in PROGRAMS else "storms"
+    program = importlib.import_module(PROGRAMS[name])
+    description = f"{__doc__}\n\n{name}: {program.__doc__}"
+    parser = argparse.ArgumentParser(
+        f"tests.chaos {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    program.arguments(parser)
+    return int(program.main(parser.parse_args(words[1:] if words[:1] == [name] else words)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -38,7 +38,10 @@ class ClusterError(EverstepError):
 
 @dataclass
 class Node:
-    """One node: its folder, its mark, its cable to the coordinator, and what runs on it."""
+    """One node: its folder, its mark, its cable to the coordinator, and what runs on it.
+
+    `extra` are further lines of its agent's table.
+    """
 
     name: str
     folder: Path
@@ -46,6 +49,7 @@ class Node:
     cable: Cable
     agent: subprocess.Popen[bytes] | None = None
     launchers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    extra: str = ""
 
     @property
     def socket(self) -> Path:
@@ -104,12 +108,12 @@ class Cluster:
         )
         self._await_port(self.port, "coordinator")
 
-    def add_node(self, name: str) -> Node:
-        """Make a node and start its agent."""
+    def add_node(self, name: str, extra: str = "") -> Node:
+        """Make a node and start its agent; `extra` are further lines of its table."""
         folder = self.run / name
         folder.mkdir()
         cable = self.cables.lay(("127.0.0.1", self.port))
-        node = Node(name, folder, f"{_MARK}={self.token}.{name}.", cable)
+        node = Node(name, folder, f"{_MARK}={self.token}.{name}.", cable, extra=extra)
         self.nodes[name] = node
         self.start_agent(node)
         return node
@@ -121,7 +125,7 @@ class Cluster:
         config.write_text(
             f'[agent]\nnode = "{node.name}"\nsocket = "{node.socket}"\n'
             f'listen = "127.0.0.1:0"\ncoordinators = ["{host}:{port}"]\n'
-            f'address = "127.0.0.1"\ntoken = "{self.api_token}"\n'
+            f'address = "127.0.0.1"\ntoken = "{self.api_token}"\n{node.extra}'
         )
         node.agent = self._spawn(
             ["agent", "--config", str(config)], f"{node.name}-agent", f"{self.token}.{node.name}.a"

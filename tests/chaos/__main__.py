@@ -12,6 +12,8 @@ import sys
 PROGRAMS = {
     "storms": "tests.chaos.storms",
     "snapshots": "tests.chaos.snapshots.program",
+    "kills": "tests.chaos.kills",
+    "elastic": "tests.chaos.elastic",
 }
 
 

@@ -408,6 +408,7 @@ def first_generation(scene: Scene) -> None:
         until(lambda r=rank: len(scene.in_memory(r)) == 2, "the agent's hold of both slots")  # type: ignore[misc]
     strike(scene)
     scene.kill_ranks()
+    scene.writers = {n: writer for n, writer in scene.writers.items() if writer.alive}
     scene.moved |= {r for r in case.moved if case.kind is not Kind.FLIP_MEMORY}
 
 

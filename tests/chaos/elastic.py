@@ -1,4 +1,4 @@
-"""4 ranks, 3, and 4 again and again, with kills in between: every sample is applied exactly once."""
+"""4 ranks, 3, and 4 again, with kills in between: every sample is applied exactly once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def main(asked: argparse.Namespace) -> int:
             life.launch(node)
         try:
             rounds = breathe(life, random.Random(f"elastic {asked.seed}"), asked.rounds)
-            life.wait(lambda: life.over, "the end of the run", 600)
+            life.wait(life.over, "the end of the run", 600)
         except LifeError as exc:
             trouble = str(exc)
         codes, left_over = life.exit_codes(), life.left_over()
@@ -79,17 +79,17 @@ def breathe(life: Life, rng: random.Random, rounds: int) -> int:
     """Let a node go and come back, so many times; return how often it was done."""
     life.await_steps(0, "the first steps")
     done = 0
-    while done < rounds and not life.over:
+    while done < rounds and not life.over():
         node = rng.choice(life.nodes)
-        lose(life, node)
-        life.wait(lambda: life.over or world(life) == NODES - 1, "steps of three ranks", 120)
+        lose(node)
+        life.wait(lambda: life.over() or world(life) == NODES - 1, "steps of three ranks", 120)
         if rng.random() < 0.5:
             _kill_one(life, rng)
         time.sleep(rng.uniform(0.2, 2.0))
-        if life.over:
+        if life.over():
             break
         life.launch(node)
-        life.wait(lambda: life.over or world(life) == NODES, "steps of four ranks", 120)
+        life.wait(lambda: life.over() or world(life) == NODES, "steps of four ranks", 120)
         if rng.random() < 0.5:
             _kill_one(life, rng)
         time.sleep(rng.uniform(0.2, 2.0))
@@ -97,7 +97,7 @@ def breathe(life: Life, rng: random.Random, rounds: int) -> int:
     return done
 
 
-def lose(life: Life, node: Node) -> None:
+def lose(node: Node) -> None:
     """SIGKILL a launcher; its ranks go with it."""
     launcher = node.launchers.pop(JOB)
     launcher.kill()

@@ -121,7 +121,7 @@ def one(seed: int, steps: int, most_kills: int, folder: Path) -> Outcome:
             life.launch(node)
         try:
             outcome.kills = strike(life, random.Random(f"kills {seed}"), most_kills)
-            life.wait(lambda: life.over, "the end of the run", 600)
+            life.wait(life.over, "the end of the run", 600)
         except LifeError as exc:
             outcome.trouble = str(exc)
         outcome.exit_codes, outcome.left_over = life.exit_codes(), life.left_over()
@@ -138,11 +138,11 @@ def strike(life: Life, rng: random.Random, most: int) -> int:
     """Kill ranks at random until the run is over or there were enough; return how many."""
     killed = hasty = 0
     life.await_steps(0, "the first steps")
-    while killed < most and not life.over:
+    while killed < most and not life.over():
         generation, _ = life.newest()
         time.sleep(rng.expovariate(1 / GAP_S))
         pids = life.pids()
-        if life.over or not pids:
+        if life.over() or not pids:
             continue
         killed += kill(rng.choice(pids))
         if rng.random() < HASTY and hasty < MOST_HASTY:

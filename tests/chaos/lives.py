@@ -60,8 +60,8 @@ class Life:
         """Return the nodes whose launcher runs."""
         return [n for n in self.nodes if any(p.poll() is None for p in n.launchers.values())]
 
-    @property
     def over(self) -> bool:
+        """Say whether every launcher has ended."""
         return not self.launchers_left()
 
     def exit_codes(self) -> list[int | None]:
@@ -90,7 +90,7 @@ class Life:
 
     def await_steps(self, after: int, what: str, timeout_s: float = 120, many: int = 2) -> None:
         """Wait for steps of a generation above `after`, or the end of the run."""
-        self.wait(lambda: self.newest() >= (after + 1, many) or self.over, what, timeout_s)
+        self.wait(lambda: self.newest() >= (after + 1, many) or self.over(), what, timeout_s)
 
     def wait(self, true: Callable[[], object], what: str, timeout_s: float) -> None:
         """Poll until it is true. Raises LifeError when it does not come."""

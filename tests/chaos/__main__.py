@@ -14,6 +14,7 @@ PROGRAMS = {
     "snapshots": "tests.chaos.snapshots.program",
     "kills": "tests.chaos.kills",
     "elastic": "tests.chaos.elastic",
+    "leaks": "tests.chaos.leaks",
 }
 
 

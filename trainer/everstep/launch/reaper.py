@@ -93,6 +93,16 @@ def kill_marked(mark: str) -> int:
     return killed
 
 
+def forget_reaped(leaders: dict[int, int]) -> None:
+    """Close the pidfds of those that are gone: their numbers may be somebody else's by now."""
+    for pid, pidfd in list(leaders.items()):
+        try:
+            signal.pidfd_send_signal(pidfd, 0)
+        except ProcessLookupError:
+            os.close(pidfd)
+            del leaders[pid]
+
+
 def main(mark: str) -> None:
     """Wait for the launcher's end, then kill."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -103,16 +113,14 @@ def main(mark: str) -> None:
         if not line.startswith("+"):
             folders.append(line.removesuffix("\n"))
             continue
+        forget_reaped(leaders)
         pid = int(line[1:])
         try:
             leaders[pid] = os.pidfd_open(pid)
         except OSError:
             continue
-    for pid, pidfd in leaders.items():
-        try:
-            signal.pidfd_send_signal(pidfd, 0)
-        except ProcessLookupError:
-            continue  # reaped: the number may be somebody else's by now
+    forget_reaped(leaders)
+    for pid in leaders:
         kill_group(pid)
     time.sleep(_PAUSE_S)
     kill_marked(mark)

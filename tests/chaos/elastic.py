@@ -54,7 +54,7 @@ def main(asked: argparse.Namespace) -> int:
             life.wait(life.over, "the end of the run", 600)
         except LifeError as exc:
             trouble = str(exc)
-        codes, left_over = life.exit_codes(), life.left_over()
+        codes, left_over = life.exit_codes(), life.pids()
     account = ledger.account(ledger.read(recipe.run_dir / "ledger"), end=asked.steps * GLOBAL_BATCH)
     good = account.exactly_once and set(codes) == {0} and not trouble and not left_over
     found = {

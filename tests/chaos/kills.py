@@ -124,7 +124,7 @@ def one(seed: int, steps: int, most_kills: int, folder: Path) -> Outcome:
             life.wait(life.over, "the end of the run", 600)
         except LifeError as exc:
             outcome.trouble = str(exc)
-        outcome.exit_codes, outcome.left_over = life.exit_codes(), life.left_over()
+        outcome.exit_codes, outcome.left_over = life.exit_codes(), life.pids()
     outcome.took_s = round(time.monotonic() - begin_s, 1)
     final = compare.newest(recipe.run_dir / "snapshots")
     if final is not None:

@@ -100,10 +100,6 @@ class Life:
                 raise LifeError(f"not within {timeout_s:.0f} s: {what}; {self.cluster.folder}")
             time.sleep(_POLL_S)
 
-    def left_over(self) -> list[int]:
-        """Return what still runs of the job's ranks."""
-        return self.pids()
-
 
 def kill(pid: int) -> bool:
     """SIGKILL a process; False when it was gone."""

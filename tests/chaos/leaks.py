@@ -3,8 +3,9 @@
 Two nodes of two ranks; one of them is struck. In place: a rank is killed behind its shim, which
 torchrun does not notice. By torchrun: the shim is killed, so torchrun restarts the node's ranks.
 After each, when steps go on, every process of the cluster is looked at: descriptors, memory files,
-threads, and its PSS. Growth is that of the medians of ten cycles around the 20th and of the last
-ten; that of memory is the slope of a line through all in between, per cycle.
+threads, and its anonymous memory, which does not change with what others share. Growth is that of
+the medians of ten cycles around the 20th and of the last ten; that of memory is the slope of a line
+through all in between, per cycle. Children that nobody reaps count as `zombie`.
 """
 
 from __future__ import annotations
@@ -156,7 +157,9 @@ def kill_shim(life: Life, rng: random.Random) -> bool:
 def look_at_all(cluster: Cluster) -> dict[str, list[Look]]:
     """Return what each process of the cluster has, by role and node."""
     found: dict[str, list[Look]] = defaultdict(list)
-    for pid in marked(cluster):
+    pids = marked(cluster)
+    found["zombie"] = [Look(0, 0, 0, 0.0)] * zombies(pids)
+    for pid in pids:
         mark = environment(pid).get("EVERSTEP_DEMO", "").split(".")
         where = mark[1] if len(mark) > 2 else ""
         try:
@@ -164,6 +167,18 @@ def look_at_all(cluster: Cluster) -> dict[str, list[Look]]:
         except (OSError, ValueError):
             continue  # it has just ended
     return dict(found)
+
+
+def zombies(parents: Sequence[int]) -> int:
+    """Return how many children of these have ended and were not reaped."""
+    count = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, *_ = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        count += state == "Z" and int(parent) in parents
+    return count
 
 
 def role(pid: int) -> str:
@@ -195,7 +210,8 @@ def look(pid: int) -> Look:
     """Look at one process. Raises OSError when it is gone."""
     fds = [_link(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
     smaps = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    kib = next(float(line.split()[1]) for line in smaps.splitlines() if line.startswith("Pss:"))
+    lines = (line.split() for line in smaps.splitlines())
+    kib = next(float(words[1]) for words in lines if words[0] == "Anonymous:")
     threads = len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208  only how many
     return Look(len(fds), sum("memfd:" in text for text in fds), threads, kib)
 
@@ -232,7 +248,7 @@ class Book:
     def judged(self) -> list[Row]:
         """Return a row for each role that was there most of the time."""
         roles = Counter(name for seen in self._cycles for name in seen)
-        often = sorted(name for name, count in roles.items() if count > len(self._cycles) // 2)
+        often = sorted(name for name, many in roles.items() if many > len(self._cycles) // 2)
         return [self._row(name) for name in often]
 
     def _row(self, name: str) -> Row:

@@ -23,7 +23,7 @@ def test_it_keeps_nothing_of_ranks_that_are_gone() -> None:
         def start() -> subprocess.Popen[bytes]:
             rank = subprocess.Popen(["sleep", "600"], start_new_session=True)
             assert process.stdin is not None
-            process.stdin.write(f"+{rank.pid}\n")
+            process.stdin.write(f"+{rank.pid}\n" * 2)  # it is told again after each restart
             process.stdin.flush()
             return rank
 

@@ -115,6 +115,8 @@ def main(mark: str) -> None:
             continue
         forget_reaped(leaders)
         pid = int(line[1:])
+        if pid in leaders:
+            continue  # the same one: it has not been reaped
         try:
             leaders[pid] = os.pidfd_open(pid)
         except OSError:

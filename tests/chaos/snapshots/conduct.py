@@ -33,6 +33,10 @@ from everstep.wire.ids import SnapshotId
 _REJECTED = re.compile(r"(\S+) cannot be used from (\w+) by rank")
 
 
+class SkippedError(Exception):
+    """This machine does not let the case be done, and why."""
+
+
 @dataclass
 class Outcome:
     """What became of a case."""
@@ -41,6 +45,7 @@ class Outcome:
     verdict: Verdict
     hit: bool = False
     took_s: float = 0.0
+    skipped: str = ""
 
     @property
     def good(self) -> bool:
@@ -56,6 +61,8 @@ def conduct(case: Case, folder: Path, short: Path, agents: tuple[Path, Path]) ->
         with mounted(scene):
             first_generation(scene)
             second_generation(scene, outcome)
+    except SkippedError as exc:
+        outcome.skipped = str(exc)
     except Exception as exc:  # noqa: BLE001  one case is not to end the others
         outcome.verdict.say(OTHER, f"{type(exc).__name__}: {exc}")
         (folder / "traceback.log").write_text(traceback.format_exc())
@@ -73,9 +80,10 @@ def mounted(scene: Scene) -> Iterator[None]:
         return
     parts = 2 if not scene.case.own else 2 * scene.case.world
     size = 6 * parts * 2 * 4 * scene.case.numbers + 32 * 1024 * 1024
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", scene.run_dir], check=True
-    )
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(scene.run_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SkippedError(f"no file system of its own: {done.stderr.strip()}")
     try:
         yield
     finally:

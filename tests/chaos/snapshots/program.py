@@ -113,6 +113,7 @@ def summed(outcomes: list[Outcome], took_s: float) -> dict[str, object]:
         "chaos": "snapshots",
         "faults": len(outcomes),
         **{what: wrong[what] for what in (CORRUPT, LOST, TIER, OTHER)},
+        "skipped": dict(Counter(o.skipped for o in outcomes if o.skipped)),
         "failed_seeds": sorted(o.case.seed for o in outcomes if not o.good),
         "kinds": {kind: dict(counts) for kind, counts in sorted(kinds.items())},
         "points": dict(sorted(points.items())),

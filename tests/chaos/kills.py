@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,7 +121,8 @@ def one(seed: int, steps: int, most_kills: int, folder: Path) -> Outcome:
         for node in life.nodes:
             life.launch(node)
         try:
-            outcome.kills = strike(life, random.Random(f"kills {seed}"), most_kills)
+            for _ in strikes(life, random.Random(f"kills {seed}"), most_kills):
+                outcome.kills += 1
             life.wait(life.over, "the end of the run", 600)
         except LifeError as exc:
             outcome.trouble = str(exc)
@@ -134,8 +136,8 @@ def one(seed: int, steps: int, most_kills: int, folder: Path) -> Outcome:
     return outcome
 
 
-def strike(life: Life, rng: random.Random, most: int) -> int:
-    """Kill ranks at random until the run is over or there were enough; return how many."""
+def strikes(life: Life, rng: random.Random, most: int) -> Iterator[int]:
+    """Kill ranks at random until the run is over or there were enough; yield their pids."""
     killed = hasty = 0
     life.await_steps(0, "the first steps")
     while killed < most and not life.over():
@@ -144,11 +146,13 @@ def strike(life: Life, rng: random.Random, most: int) -> int:
         pids = life.pids()
         if life.over() or not pids:
             continue
-        killed += kill(rng.choice(pids))
+        victim = rng.choice(pids)
+        if kill(victim):
+            killed += 1
+            yield victim
         if rng.random() < HASTY and hasty < MOST_HASTY:
             hasty += 1
             continue
         hasty = 0
         generation = max(generation, life.newest()[0])
         life.await_steps(generation, f"steps after generation {generation}")
-    return killed

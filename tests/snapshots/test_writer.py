@@ -18,6 +18,7 @@ from everstep.snapshots import marker
 from everstep.snapshots.client import WriterLink
 from everstep.snapshots.orders import Attach, PartDone, Refused
 from everstep.snapshots.writer import Writer
+from everstep.snapshots.writer.child import END
 from everstep.wire.codec import frame
 
 
@@ -299,7 +300,7 @@ def test_a_stopped_writer_takes_no_more_but_finishes(
     rank = make_rank()
     rank.order(place, 1)
     deadline((place / "s000001-g1").is_dir)
-    os.kill(writer.pid, signal.SIGTERM)
+    os.kill(writer.pid, END)
     assert rank.part().why is None
     assert rank.done().why is None
     assert writer.close(DEADLINE_S)

@@ -1,8 +1,10 @@
-"""The launcher's line to the ranks of its node that can be formed anew without being restarted.
+"""The launcher's line to the ranks of its node.
 
 A Unix socket in the launcher's private folder, named to the ranks by `EVERSTEP_CONTROL`. A rank
 that can leave its generation in place says `Ready`; the launcher may then order it into the next
-one. Nothing here blocks either side: what a rank does not answer is the launcher's to judge.
+one. A rank that can take an emergency snapshot says `Armed`; the launcher asks for one when it is
+to end itself. Nothing here blocks either side: what a rank does not answer is the launcher's to
+judge.
 """
 
 from __future__ import annotations
@@ -22,13 +24,20 @@ from everstep.wire.codec import Decoder, Frames, frame
 from everstep.wire.errors import WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 VARIABLE = "EVERSTEP_CONTROL"
+IN_PLACE = "EVERSTEP_IN_PLACE"
+_OFF = frozenset({"0", "no", "off", "false"})
 _CREDENTIALS = struct.Struct("3i")
+
+
+def in_place_wanted(environ: Mapping[str, str]) -> bool:
+    """Return whether ranks are to be formed anew in place where that can be done."""
+    return environ.get(IN_PLACE, "1").lower() not in _OFF
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=True):
@@ -61,8 +70,43 @@ class Released(Control, frozen=True, kw_only=True):
     """Rank -> launcher: out of the old generation, about to join the new one."""
 
 
-FromRank = Ready | Heard | Released
-ToRank = Reform
+class Armed(Control, frozen=True, kw_only=True):
+    """Rank -> launcher: I can save in an emergency, and ask you before SIGTERM ends me."""
+
+    local_rank: int
+
+
+class Signalled(Control, frozen=True, kw_only=True):
+    """Rank -> launcher: I got SIGTERM, and ask whether it is your end, too."""
+
+
+class Emergency(Control, frozen=True, kw_only=True):
+    """Launcher -> rank: I am to end. Save the last finished step within `grace_s`."""
+
+    grace_s: float
+
+
+class End(Control, frozen=True, kw_only=True):
+    """Launcher -> rank: SIGTERM was meant for you alone; nothing is to be saved."""
+
+
+class Saved(Control, frozen=True, kw_only=True):
+    """Rank -> launcher: my part of snapshot `id` is with the writer, or `why` nothing is.
+
+    `lead`: this node's writer puts the marker, in `place`. `took_s` counts from the order.
+    """
+
+    local_rank: int
+    id: str = ""
+    step: int = 0
+    place: str = ""
+    lead: bool = False
+    took_s: float = 0.0
+    why: str = ""
+
+
+FromRank = Ready | Heard | Released | Armed | Signalled | Saved
+ToRank = Reform | Emergency | End
 
 
 class Line:

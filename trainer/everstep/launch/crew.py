@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everstep.launch import environment, logs
+from everstep.launch import emergency, environment, logs
+from everstep.launch.control import VARIABLE, ControlServer, in_place_wanted
 from everstep.launch.leave import say
 from everstep.launch.ranks import Ended, Ranks, Started, as_ended, child_end
-from everstep.launch.reforming import Reforming, wanted
+from everstep.launch.reforming import Reforming
 from everstep.launch.warm.opening import close_pool, the_pool
 from everstep.launch.writing import NodeWriter
 from everstep.wire.messages import RankEnded, RanksStarted
@@ -22,6 +23,7 @@ from everstep.wire.messages import RankEnded, RanksStarted
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from everstep.launch.control import FromRank, Line
     from everstep.launch.seat import Seat
     from everstep.launch.warm.rank import WarmRank
     from everstep.wire.messages import ClientMessage, Plan
@@ -42,15 +44,24 @@ class Crew:
         self._first_rank: dict[int, int] = {}
         self._restarted = 0  # the generation that torchrun has started ranks for last
         self._logged = 0  # the generation whose streams the ranks write to
-        self._ranks = Ranks(self._rank_ended, spares=self._spares)
+        self._signalled = self._saving = False
+        grace_s = emergency.read_grace(say)
+        self._ranks = Ranks(
+            self._rank_ended,
+            spares=self._spares,
+            signal_grace_s=min(grace_s or emergency.GRACE_S, emergency.GRACE_S),
+        )
         pool = the_pool()
         if pool is not None:
             self._ranks.take_along(pool.nurseries(), pool.folder)
         self._folder = Path(tempfile.mkdtemp(prefix="everstep-"))
         self._ranks.take_along([], self._folder)
         self._writer = NodeWriter(self._folder, say)
-        in_place = wanted(os.environ)
-        self._reforming = Reforming(self._folder, pool, self, say) if in_place else None
+        in_place = in_place_wanted(os.environ)
+        self._reforming = Reforming(pool, self, say) if in_place else None
+        self._emergency = emergency.Emergency(grace_s, ending=self._ranks.ending)
+        self._lines = ControlServer(self._folder / "control", self._heard)
+        self._lines.start()
 
     @property
     def token(self) -> str:
@@ -60,8 +71,12 @@ class Crew:
     @property
     def environment(self) -> dict[str, str]:
         """What a rank needs to reach us, and to be reached."""
-        ours = self._writer.environment
-        return ours if self._reforming is None else ours | self._reforming.environment
+        return self._writer.environment | {VARIABLE: str(self._lines.path)}
+
+    def _heard(self, line: Line, message: FromRank | None) -> None:
+        self._emergency.heard(line, message)
+        if self._reforming is not None:
+            self._reforming.heard(line, message)
 
     # ---- started by torchrun
 
@@ -116,7 +131,7 @@ class Crew:
 
     def can_move(self) -> bool:
         """Return whether the ranks that run can leave their generation in place."""
-        running = self._seat.training
+        running = 0 if self._signalled else self._seat.training
         return running > 0 and self._reforming is not None and self._reforming.possible(running)
 
     def move(self, plan: Plan, group_rank: int, ours: dict[str, str]) -> None:
@@ -174,13 +189,50 @@ class Crew:
 
     def superseded(self) -> None:
         """A newer plan is in force, or the job is over: these ranks must not go on."""
+        if self._saving:
+            return  # they end anyway, when they have saved what they have
         self._ranks.superseded()
         if self._reforming is not None:
             self._reforming.stop()
 
     def signalled(self) -> None:
         """The launcher was told to end; its ranks get torchrun's signal and a grace."""
+        self._signalled = True
         self._ranks.signalled()
+        if self._reforming is not None:
+            self._reforming.stop()  # no shim waits for another rank behind it
+
+    def signalled_again(self) -> None:
+        """Somebody means it: end at once. What the writer has begun it finishes by itself."""
+        self._emergency.abort()
+        self._ranks.end_now()
+
+    def save(self, saved: Callable[[], None]) -> None:
+        """Have the ranks take an emergency snapshot, where they can.
+
+        Does not wait, but this process stays until the writer has finished or the grace is over.
+        `saved` is called when the ranks are no longer needed.
+        """
+        if asked := self._emergency.ask():
+            self._saving = True
+            say(
+                f"SIGTERM: {asked} ranks are asked for an emergency snapshot, within "
+                f"{self._emergency.left_s():.0f} s"
+            )
+            threading.Thread(
+                target=self._save, args=(asked, saved), name="everstep-emergency"
+            ).start()
+
+    def _save(self, asked: int, saved: Callable[[], None]) -> None:
+        answers = self._emergency.wait()
+        saved()
+        begin = time.monotonic()
+        late = ""
+        if any(a.id for a in answers):
+            done = self._writer.close(self._emergency.left_s())
+            late = emergency.incomplete(answers) if done else "the grace was too short to write it"
+        written_s = time.monotonic() - begin
+        say(emergency.outcome(answers, asked, written_s=written_s, late=late))
 
     def clear(self) -> bool:
         """Forget the ranks that torchrun has stopped; return whether all had ended with 0."""
@@ -190,6 +242,7 @@ class Crew:
         """Kill what is left, and end everything that watches it."""
         if self._reforming is not None:
             self._reforming.close()
+        self._lines.close()
         close_pool()
         self._ranks.clear()
         self._writer.close()  # the ranks have ended, and their orders are all in
@@ -212,7 +265,7 @@ class Crew:
                 exit_code=ended.exit_code,
                 signal=ended.signal,
                 at_s=ended.at_s,
-                expected=superseded or self._seat.outdated,
+                expected=superseded or self._seat.outdated or self._signalled,
                 error=evidence.error,
                 stderr_tail=evidence.stderr_tail,
             )

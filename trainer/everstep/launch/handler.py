@@ -157,11 +157,24 @@ class EverstepRendezvous(RendezvousHandler):
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
         def wait_for_signal() -> None:
+            known = False
             while number := os.read(reader, 1):
-                if number[0] in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-                    crew.signalled()
+                if number[0] not in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+                    continue
+                if known:
+                    crew.signalled_again()
+                    continue
+                known = True
+                crew.signalled()
+                if number[0] == signal.SIGTERM:
+                    crew.save(lambda: self._say_leaving("SIGTERM"))
 
         threading.Thread(target=wait_for_signal, name="everstep-signals", daemon=True).start()
+
+    def _say_leaving(self, why: str) -> None:
+        """Let the others go on without us, while our writer finishes."""
+        code = 128 + signal.SIGTERM
+        self._link.post(Leaving(nonce=self._seat.nonce, exit_code=code, why=why))
 
     def _take_seat(self, plan: Plan, group_rank: int, crew: Crew) -> RendezvousInfo:
         os.environ.update(self._enter(plan, group_rank, crew))

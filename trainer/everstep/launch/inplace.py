@@ -123,6 +123,8 @@ class InPlace:
                     self._note_ready(line.pid, line, generation)
                 case Heard() | Released():
                     self._note_obeyed(line.pid, message)
+                case _:
+                    pass
 
     def ended(self, pid: int) -> int:
         """A rank's process ended while its shim is held.

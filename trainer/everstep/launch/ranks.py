@@ -170,6 +170,12 @@ class Ranks:
         """A newer plan is in force, or the job is over: these ranks must not go on."""
         self._note("superseded")
 
+    def ending(self) -> bool:
+        """Return whether torchrun has a reason to end these ranks."""
+        with self._changed:
+            current = self._current
+            return current is None or bool(current.first_end or current.superseded)
+
     def signalled(self) -> None:
         """The launcher was told to end; its ranks get torchrun's signal and a grace."""
         self._note("signalled")

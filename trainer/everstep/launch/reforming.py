@@ -13,12 +13,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from everstep.launch.control import VARIABLE, ControlServer, Ready
+from everstep.launch.control import Ready
 from everstep.launch.inplace import InPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     from everstep.launch.control import FromRank, Line
     from everstep.launch.warm.pool import Pool
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SWITCH = "EVERSTEP_IN_PLACE"
-_OFF = frozenset({"0", "no", "off", "false"})
 _PLAN_S = 20.0
 """How long the shim of a rank that ended is held while no plan comes; a survivor waits shorter."""
 _FORK_S = 5.0
@@ -43,11 +40,6 @@ class Owner(Protocol):
     def restart(self, why: str) -> None:
         """The ranks cannot go on in place: have torchrun restart them."""
         ...
-
-
-def wanted(environ: Mapping[str, str]) -> bool:
-    """Return whether ranks are to be formed anew in place where that can be done."""
-    return environ.get(SWITCH, "1").lower() not in _OFF
 
 
 class _NoForks:
@@ -72,13 +64,10 @@ class _PoolForks:
 class Reforming:
     """The launcher's `InPlace`, with the world around it. Nothing here blocks its caller."""
 
-    def __init__(
-        self, folder: Path, pool: Pool | None, owner: Owner, say: Callable[[str], None]
-    ) -> None:
-        """`folder` is the launcher's own."""
+    def __init__(self, pool: Pool | None, owner: Owner, say: Callable[[str], None]) -> None:
+        """Start the thread."""
         self._pool = pool
         self._owner = owner
-        self._server = ControlServer(folder / "control", self._line_said)
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._ended_s: float | None = None  # when a rank ended that no plan has followed yet
         self._sparing = 0  # the generation whose other ranks live on until then
@@ -92,13 +81,7 @@ class Reforming:
         self._thread = threading.Thread(target=self._run, name="everstep-inplace", daemon=True)
         if pool is not None:
             pool.events.on_end = self._rank_ended
-        self._server.start()
         self._thread.start()
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What a rank must find in its environment."""
-        return {VARIABLE: str(self._server.path)}
 
     def started(self, generation: int, pids: Sequence[int]) -> None:
         """Torchrun has started these ranks."""
@@ -131,15 +114,15 @@ class Reforming:
         self._let_go()
 
     def close(self) -> None:
-        """Hang up and end the thread."""
+        """End the thread."""
         self._calls.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(_FORK_S + 1.0)
-        self._server.close()
 
     # ---- news
 
-    def _line_said(self, line: Line, message: FromRank | None) -> None:
+    def heard(self, line: Line, message: FromRank | None) -> None:
+        """A rank said something, or hung up (None)."""
         if isinstance(message, Ready) and self._pool is not None and not self._restarting:
             self._pool.hold(message.local_rank, on=True)
         self._it.heard(line, message)

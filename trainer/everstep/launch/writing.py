@@ -37,11 +37,13 @@ class NodeWriter:
         """What a rank must find in its environment; nothing where it has to start its own."""
         return {} if self._writer is None else {VARIABLE: str(self._writer.path)}
 
-    def close(self) -> None:
-        """Let it finish what is in flight, in bounded time."""
+    def close(self, timeout_s: float = _FINISH_S) -> bool:
+        """Let it finish what is in flight, in bounded time; False when that was too short."""
         self._closing.set()
-        if self._writer is not None and not self._writer.close(_FINISH_S):
-            self._say(f"the snapshot writer did not finish its last save within {_FINISH_S:.0f} s")
+        if self._writer is None or self._writer.close(timeout_s):
+            return True
+        self._say(f"the snapshot writer did not finish its last save within {timeout_s:.0f} s")
+        return False
 
     def _start(self) -> writer.Writer | None:
         environ = {name: value for name, value in os.environ.items() if name != _MARK}

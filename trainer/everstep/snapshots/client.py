@@ -51,6 +51,8 @@ class WriterLink:
         self._on_reply = on_reply
         self._decoder: Decoder[FromWriter] = Decoder(FromWriter)
         self._lock = threading.Lock()
+        self._sent = threading.Condition(self._lock)
+        self._sending = False
         self._slots: dict[int, _Slot] = {}
         self._fresh: deque[int] = deque()
         self._queue: deque[tuple[float, Write]] = deque()
@@ -80,6 +82,11 @@ class WriterLink:
         with self._lock:
             self._queue.append((time.monotonic() + _CONNECT_S, order))
         self._wake()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until the writer has been sent all orders; False when that took longer."""
+        with self._sent:
+            return self._sent.wait_for(lambda: not self._queue and not self._sending, timeout_s)
 
     def close(self) -> None:
         """Hang up; the writer finishes what it was ordered, and nobody is told of it."""
@@ -138,8 +145,11 @@ class WriterLink:
             with self._lock:
                 slot = self._fresh.popleft() if self._fresh else None
                 order = self._queue.popleft()[1] if slot is None and self._queue else None
+                self._sending = order is not None
                 if order is not None:
                     self._in_flight.append((order, False))
+                elif slot is None:
+                    self._sent.notify_all()
                 # Sent under the lock: nobody closes the descriptor meanwhile.
                 if slot is not None and slot in self._slots:
                     self._send_slot(sock, slot, self._slots[slot])

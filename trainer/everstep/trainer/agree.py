@@ -17,14 +17,15 @@ from everstep.sdk.hooks import Decision
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_NON_FINITE, _SKIP, _STOP, _SNAPSHOT, _MEMORY, _BUSY, _LAYOUT, _HOOKS = range(8)
+_NON_FINITE, _SKIP, _STOP, _SNAPSHOT, _MEMORY, _BUSY, _LAYOUT, _EMERGENCY, _HOOKS = range(9)
 
 
 class Vote(NamedTuple):
     """What this rank brings.
 
     `snapshot` asks for one on disk, `memory` for one in memory at least; `busy` says that none
-    could be taken here now, `layout` that the state has outgrown its layout.
+    could be taken here now, `layout` that the state has outgrown its layout, `emergency` that this
+    rank's node is about to go: all of them save this step, whatever is in flight.
     """
 
     finite: bool
@@ -34,6 +35,7 @@ class Vote(NamedTuple):
     failures: Sequence[int]
     memory: bool = False
     layout: bool = False
+    emergency: bool = False
 
 
 class Agreed(NamedTuple):
@@ -46,6 +48,7 @@ class Agreed(NamedTuple):
     failures: Sequence[int]
     memory: bool = False
     layout: bool = False
+    emergency: bool = False
 
 
 class Agreement:
@@ -83,6 +86,7 @@ class Agreement:
             vote.memory,
             vote.busy,
             vote.layout,
+            vote.emergency,
             *vote.failures,
         ]
         self._votes.copy_(torch.tensor(mine, dtype=torch.float64))
@@ -97,6 +101,7 @@ class Agreement:
             memory=bool(all_votes[_MEMORY]),
             busy=bool(all_votes[_BUSY]),
             layout=bool(all_votes[_LAYOUT]),
+            emergency=bool(all_votes[_EMERGENCY]),
             failures=[int(n) for n in all_votes[_HOOKS:]],
         )
 

@@ -136,9 +136,16 @@ class Keeper:
         skip: list[Range],
         final: bool,
         disk: bool,
+        urgent_s: float | None = None,
     ) -> Taken:
-        """Begin a snapshot of the state as it is now; `samples` is the next index."""
-        if not self.engine.wait_ready(self._config.save_timeout_s + _ANSWER_S, disk=disk):
+        """Begin a snapshot of the state as it is now; `samples` is the next index.
+
+        With `urgent_s` it does not wait for the one before to be written, and for nothing longer
+        than that. Raises SnapshotError when it cannot begin in time.
+        """
+        urgent = urgent_s is not None
+        patience_s = self._config.save_timeout_s + _ANSWER_S if urgent_s is None else urgent_s
+        if not self.engine.wait_ready(patience_s, disk=disk and not urgent):
             raise SnapshotError(self._hanging())
         facts = Marker(
             id=str(SnapshotId(step, self.generation)),
@@ -151,7 +158,18 @@ class Keeper:
             skip_windows=skip,
             final=final,
         )
-        return self.engine.take(state, facts, disk=disk)
+        return self.engine.take(state, facts, disk=disk, urgent=urgent)
+
+    def hand_over(self, id_: str, timeout_s: float) -> None:
+        """Return when this process is no longer needed for its part of a snapshot it has begun.
+
+        Raises SnapshotError when that is not so in time.
+        """
+        end_s = time.monotonic() + timeout_s
+        if not self.engine.wait_ordered(id_, timeout_s):
+            raise SnapshotError(f"{id_} could not be copied in time")
+        if not self._outlets.flush(max(0.0, end_s - time.monotonic())):
+            raise SnapshotError(f"the snapshot writer did not take the order for {id_}")
 
     def finish(
         self, step: int, look: Callable[[], State], take: Callable[[], object] | None

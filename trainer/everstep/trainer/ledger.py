@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from everstep.snapshots.marker import Marker
     from everstep.trainer.order import Range
+    from everstep.trainer.place import Seat
+    from everstep.trainer.step import Run
 
 
 _Key = tuple[str, int]
@@ -54,6 +57,21 @@ class Line(msgspec.Struct, frozen=True, array_like=True):
     applied: bool = True
     at_s: float = 0.0
     loss: float | None = None
+
+
+def opened(run: Run, seat: Seat, begun_from: Marker | None, *, at_s: float) -> Writer:
+    """Begin the file of one rank and generation; `begun_from` is the snapshot it resumed from."""
+    chapter = Chapter(
+        job=seat.job,
+        generation=run.generation,
+        rank=seat.rank,
+        world_size=seat.world_size,
+        opened_at_s=at_s,
+        from_step=begun_from.step if begun_from else 0,
+        from_generation=begun_from.generation if begun_from else None,
+        from_job=begun_from.job if begun_from else None,
+    )
+    return Writer(run.run_dir / "ledger", chapter)
 
 
 class Writer:

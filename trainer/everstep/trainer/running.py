@@ -76,7 +76,7 @@ def _once(
     hooks: Mapping[str, Any] | None,
     orders: Orders,
 ) -> None:
-    with Session(config, file, hooks=hooks) as session:
+    with Session(config, file, hooks=hooks, orders=orders) as session:
         seat = session.seat
         orders.ready(seat.generation or 0, seat.local_rank)
         main(session)

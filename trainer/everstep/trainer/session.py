@@ -29,14 +29,18 @@ from everstep.sdk.hooks import Decision
 from everstep.trainer import ledger, rng
 from everstep.trainer.admission import admit_hooks, on_every_rank
 from everstep.trainer.agree import Agreement, Vote
+from everstep.trainer.boundary import Boundary, Facts
 from everstep.trainer.content import Content
 from everstep.trainer.dispatch import Dispatch
+from everstep.trainer.emergency import Emergency
 from everstep.trainer.group import Groups, leave_without_groups
 from everstep.trainer.keeper import Keeper
+from everstep.trainer.launcher import Launcher
 from everstep.trainer.order import take
 from everstep.trainer.place import Seat
 from everstep.trainer.presence import Presence
 from everstep.trainer.replicate import detach, replicate
+from everstep.trainer.skips import Skips, TrainingStoppedError
 from everstep.trainer.snapshot.wishes import Wishes
 from everstep.trainer.step import Run, Step
 
@@ -51,17 +55,13 @@ if TYPE_CHECKING:
     from everstep.trainer.agree import Agreed
     from everstep.trainer.config import SessionConfig
     from everstep.trainer.order import Range
-    from everstep.trainer.snapshot.restore import Restored
+    from everstep.trainer.orders import Orders
     from everstep.trainer.snapshot.state import State
 
 log = logging.getLogger(__name__)
 
 _TEARDOWN_S = 5.0
 """How long flushing to the agent, and taking the groups down, may each last at the end."""
-
-
-class TrainingStoppedError(EverstepError):
-    """The run ended before its last step, on all ranks alike: who stopped it and why."""
 
 
 class Session:
@@ -74,11 +74,13 @@ class Session:
         *,
         hooks: Mapping[str, Any] | None = None,
         environ: Mapping[str, str] = os.environ,
+        orders: Orders | None = None,
     ) -> None:
         """Read the rank's place; nothing is opened yet.
 
-        Hooks are configured by `file`, or by `hooks`, a mapping of their tables. Raises
-        ConfigError for an environment that makes no sense.
+        Hooks are configured by `file`, or by `hooks`, a mapping of their tables. `orders` is the
+        line to the launcher, where there is one that outlives the session. Raises ConfigError for
+        an environment that makes no sense.
         """
         self.config = config
         self.seat = Seat.from_environ(environ)
@@ -88,8 +90,9 @@ class Session:
         self._optimizer: Optimizer | None = None
         self._samples = self._samples_after = 0
         self._skip: list[Range] = list(self.seat.skip)
-        self._skips_in_a_row = 0
+        self._skips = Skips(config.stop_after_skips)
         self._stall_s = 0.0
+        self._launcher = Launcher(environ, orders)
         self._ledger: ledger.Writer | None = None
 
     # ------------------------------------------------------------------ opening and closing
@@ -126,6 +129,8 @@ class Session:
         self.run = Run(
             seat.rank, seat.world_size, self._keeper.generation, run_dir, mtbf_s=seat.mtbf_s
         )
+        self._boundary = Boundary(self.device)
+        self._emergency = Emergency(self._launcher.orders, self._keeper, self._boundary, seat)
         self._agreement = Agreement(hooks=len(self._dispatch.hooks), device=self.device)
         self._step = Step(self._agreement, rank=seat.rank, world_size=seat.world_size)
         rng.seed(config.seed, step=0, rank=seat.rank)
@@ -149,7 +154,7 @@ class Session:
 
     def _finish(self) -> None:
         """Write the last snapshot if it is wanted and not there yet."""
-        done = self.run.done
+        done, self._emergency.ending = self.run.done, True
         self._presence.enter("snapshot", step=done)
         wanted = self._keeper.wishes.at_end and bool(self._content)
         self._keeper.finish(done, self._look, partial(self._take, final=True) if wanted else None)
@@ -159,6 +164,7 @@ class Session:
         self._presence.enter("end", step=done)
 
     def _leave(self) -> None:
+        self._launcher.leave(self._emergency)
         self._close_files(flush_s=_TEARDOWN_S)
         for model in self._wrapped:
             detach(model)
@@ -168,6 +174,7 @@ class Session:
             leave_without_groups()
 
     def _abandon(self, *, flush_s: float) -> None:
+        self._launcher.leave(self._emergency)
         # A group that lost a peer can stand for ever in its own teardown: it is not asked to.
         for model in self._wrapped:
             detach(model)
@@ -211,7 +218,10 @@ class Session:
             self._samples = found.marker.samples
             self._skip = sorted({*self._skip, *found.marker.skip_windows})
         if self.config.ledger:
-            self._open_ledger(found)
+            begun_from = found.marker if found else None
+            self._ledger = ledger.opened(self.run, self.seat, begun_from, at_s=time.time())
+        if self._content and self._keeper.wishes.wanted:
+            self._launcher.watch(self._emergency, self.run.done)
         return self.run.done
 
     # --------------------------------------------------------------------------- training
@@ -269,15 +279,18 @@ class Session:
             self._agreement.post()
             self._vote(self._dispatch.fire("forward", step))
             self._vote(self._dispatch.fire("backward", step))
+        self._emergency.park()
         agreed = self._agree(optimizer)
         applied = agreed.decision is Decision.PROCEED
-        if applied:
-            optimizer.step()
-            step.snapshot_s += self._keeper.engine.waited()
-        optimizer.zero_grad(set_to_none=True)
-        step.update_s = step.lap()
-        step.end()
-        self._record(agreed, applied=applied)
+        with self._emergency.gate:
+            if applied:
+                optimizer.step()
+                step.snapshot_s += self._keeper.engine.waited()
+            optimizer.zero_grad(set_to_none=True)
+            step.update_s = step.lap()
+            step.end()
+            self._record(agreed, applied=applied)
+        self._emergency.park()
         return applied
 
     # --------------------------------------------------------------------- inside a step
@@ -317,6 +330,7 @@ class Session:
             busy=self._keeper.engine.busy(disk=wishes.asked or not wishes.asked_memory),
             layout=bool(self._keeper.engine.misfit),
             failures=self._dispatch.failures(),
+            emergency=self._emergency.asked,
         )
         wishes.answered()
         agreed = self._agreement.settle(vote)
@@ -340,31 +354,28 @@ class Session:
             self._presence.enter("step")
         self._dispatch.fire("after_update", step)
         self._presence.at_least(step.number)
-        self._watch_skips(applied=applied, finite=agreed.finite)
-        if (agreed.snapshot or agreed.memory) and self._content:
-            self._snapshot(busy=agreed.busy, disk=agreed.snapshot)
+        self._skips.count(run.done, applied=applied, finite=agreed.finite)
+        if self._content:
+            facts = Facts(run.done, self._samples, self._skip)
+            self._boundary.note(facts, step.step_s, self._look)
+            if agreed.snapshot or agreed.memory or agreed.emergency:
+                self._snapshot(agreed)
 
-    def _watch_skips(self, *, applied: bool, finite: bool) -> None:
-        self._skips_in_a_row = 0 if applied else self._skips_in_a_row + 1
-        if self._skips_in_a_row < self.config.stop_after_skips:
-            return
-        why = "loss or gradients are not finite" if not finite else "hooks skip every update"
-        raise TrainingStoppedError(
-            f"{self._skips_in_a_row} updates in a row were skipped, up to step {self.run.done}: "
-            f"{why}. Resume from a snapshot before that, with a lower learning rate or other data"
-        )
-
-    def _snapshot(self, *, busy: bool, disk: bool) -> None:
-        if busy and not (disk and self._keeper.wishes.wait_when_busy):
+    def _snapshot(self, agreed: Agreed) -> None:
+        disk = agreed.snapshot or agreed.emergency
+        waits = agreed.emergency or (disk and self._keeper.wishes.wait_when_busy)
+        if agreed.busy and not waits:
             log.info("snapshot at step %d left out: one is in flight", self.run.done)
             return
         self._presence.enter("snapshot")
         begin = time.perf_counter()
-        self._take(disk=disk)
+        self._take(disk=disk, urgent_s=self._emergency.left_s if agreed.emergency else None)
         self._stall_s = time.perf_counter() - begin
         self._presence.enter("step")
 
-    def _take(self, *, final: bool = False, disk: bool = True) -> None:
+    def _take(
+        self, *, final: bool = False, disk: bool = True, urgent_s: float | None = None
+    ) -> None:
         """Begin a snapshot of now."""
         if not self._keeper.engine.laid_out:
             self._keeper.lay_out(self._look)
@@ -375,25 +386,14 @@ class Session:
             skip=self._skip,
             final=final,
             disk=disk,
+            urgent_s=urgent_s,
         )
+        if disk:
+            self._emergency.taken(taken)
         self._dispatch.fire("snapshot", taken)
 
     def _look(self) -> State:
         return self._content.state(self._dispatch.state())
-
-    def _open_ledger(self, found: Restored | None) -> None:
-        seat = self.seat
-        chapter = ledger.Chapter(
-            job=seat.job,
-            generation=self.run.generation,
-            rank=seat.rank,
-            world_size=seat.world_size,
-            opened_at_s=time.time(),
-            from_step=found.marker.step if found else 0,
-            from_generation=found.marker.generation if found else None,
-            from_job=found.marker.job if found else None,
-        )
-        self._ledger = ledger.Writer(self.run.run_dir / "ledger", chapter)
 
 
 def _plus(so_far: float, more: float) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from everstep.sdk.config import ConfigError
 from everstep.snapshots import faults
-from everstep.snapshots.writer.child import GRACE_S, listen
+from everstep.snapshots.writer.child import END, GRACE_S, listen
 from everstep.snapshots.writer.server import Server
 from everstep.wire.exit_codes import USAGE
 
@@ -24,7 +24,7 @@ log = logging.getLogger("everstep.snapshots.writer")
 
 
 def main() -> None:
-    """Serve until SIGTERM or the parent's end."""
+    """Serve until the parent says so or has ended; without one, until SIGTERM."""
     parser = argparse.ArgumentParser(prog="everstep.snapshots.writer", description=__doc__)
     parser.add_argument("--socket", type=Path, required=True, help="where it listens")
     parser.add_argument("--fd", type=int, help="a socket that listens there already")
@@ -42,13 +42,16 @@ def main() -> None:
         log.warning("a fault is planned: %s", planned)
     listener = socket.socket(fileno=asked.fd) if asked.fd is not None else listen(asked.socket)
     os.nice(_NICE)
-    # A terminal's Ctrl-C and a session's end go to the job; the writer is told by SIGTERM.
+    # A terminal's Ctrl-C and a session's end go to the job; the writer is told by its parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     server = Server(listener, faults=planned, parent=asked.parent, grace_s=asked.grace)
     signal.set_wakeup_fd(server.wake_fd, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: server.stop("it was told to end"))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    for number in (END, signal.SIGTERM) if asked.parent is None else (END,):
+        signal.signal(number, lambda *_: server.stop("it was told to end"))
+    if asked.parent is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {END, signal.SIGTERM})
     finished = server.run()
     if asked.tidy:
         with contextlib.suppress(OSError):

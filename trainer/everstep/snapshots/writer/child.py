@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 SOCKET_NAME = "writer.sock"
 GRACE_S = 120.0
+END = signal.SIGUSR1
+"""Ends it, from its parent. A scheduler sends SIGTERM to everybody at once: that does not mean the
+process which has to finish when all others are gone."""
 
 _BACKLOG = 256
 
@@ -38,7 +41,7 @@ class Writer:
     def close(self, grace_s: float) -> bool:
         """Let it finish what is in flight; kill it after `grace_s`. False when it could not."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(END)
         try:
             self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
@@ -96,7 +99,7 @@ def _spawn(
     options = {"--fd": listener.fileno(), "--parent": me, **options}
     arguments = [str(word) for option in options.items() for word in option if word != ""]
     # What it is told while it starts waits until it can listen: it unblocks the signal itself.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {END, signal.SIGTERM})
     try:
         return subprocess.Popen(
             # -P: a `socket.py` in the job's working folder is the job's, not ours.

@@ -35,10 +35,12 @@ class Copy(NamedTuple):
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-def await_all() -> None:
-    """Return when no capture of this process is under way, whoever began it."""
+def await_all(timeout_s: float | None = None) -> bool:
+    """Wait until no capture of this process is under way, whoever began it; False if too long."""
+    end_s = None if timeout_s is None else time.monotonic() + timeout_s
     for thread in list(_threads):
-        thread.join()
+        thread.join(None if end_s is None else max(0.0, end_s - time.monotonic()))
+    return not any(thread.is_alive() for thread in list(_threads))
 
 
 class Capture:

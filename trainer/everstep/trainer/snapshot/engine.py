@@ -79,6 +79,7 @@ class Engine:
     def __init__(self, group: dist.ProcessGroup, outside: Outside, ordering: Ordering) -> None:
         self.newest: SnapshotId | None = None
         self.last_error: str | None = None
+        self.ordered = ""
         self.misfit = ""
         self.slots = Slots()
         self._group = group
@@ -133,11 +134,12 @@ class Engine:
         self.misfit = ""
         self._make_slots(self._fitting)
 
-    def take(self, state: State, facts: Marker, *, disk: bool) -> Taken:
+    def take(self, state: State, facts: Marker, *, disk: bool, urgent: bool = False) -> Taken:
         """Begin to copy the state as it is now; have it written to disk, or only held in memory.
 
-        Call it on all ranks at the same step, after `lay_out`, while not busy. When it cannot be
-        done the snapshot fails, and training goes on.
+        Call it on all ranks at the same step, after `lay_out`, while not busy; an `urgent` one
+        does not wait for the one before to be written. When it cannot be done the snapshot fails,
+        and training goes on.
         """
         assert self._fitting is not None, "snapshots come after the layout"
         self._stall_s, begin = 0.0, time.perf_counter()
@@ -145,7 +147,7 @@ class Engine:
             with self._commits:
                 self._pending.add(facts.id)
         try:
-            number = self._claim(self._fitting, state, disk=disk)
+            number = self._claim(self._fitting, state, in_turn=disk and not urgent)
         except SnapshotError as exc:
             self._give_up(facts, str(exc), disk=disk)
         else:
@@ -162,6 +164,10 @@ class Engine:
             self._capture.wait()
             self._capture = None
             self._waited_s += time.perf_counter() - begin
+
+    def wait_ordered(self, id_: str, timeout_s: float) -> bool:
+        """Wait until what is being copied is whole; say whether `id_` has been ordered since."""
+        return await_all(timeout_s) and self.ordered == id_
 
     def waited(self) -> float:
         """Return how many seconds `wait_copied` has waited since this was last asked."""
@@ -220,13 +226,13 @@ class Engine:
         self._found = []
         return suit
 
-    def _claim(self, fitting: Fitting, state: State, *, disk: bool) -> int:
+    def _claim(self, fitting: Fitting, state: State, *, in_turn: bool) -> int:
         self.misfit = fitting.misfit(state)
         if self.misfit:
             raise SnapshotError(f"{self.misfit}; the next one will have it")
         if not self.slots.slots:
             raise SnapshotError("there is no memory for a copy of the state")
-        number = self.slots.claim(disk=disk)
+        number = self.slots.claim(disk=in_turn)
         if number is None:
             raise SnapshotError("no slot is free")
         return number
@@ -265,6 +271,7 @@ class Engine:
             slots.writing(number)
             stall_s = self._stall_s + waited_s
             self._write(self._ordering.part(number, facts, fitting, stall_s=stall_s))
+            self.ordered = facts.id
         try:
             fitting.seal(slots.slots[number], facts)
         except SnapshotError as exc:

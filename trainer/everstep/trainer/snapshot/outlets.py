@@ -115,6 +115,10 @@ class Outlets:
             if order.lead:
                 self._heard(Done(id=order.id, write_s=0.0, why=str(exc)))
 
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until the writer has all orders; False when that took longer."""
+        return self._link is not None and self._link.flush(timeout_s)
+
     def hold(self, slots: Sequence[Slot]) -> None:
         """Have the agent hold the slots; only a pair can be relied on while one is filled."""
         if self._keeper is not None and len(slots) > 1:

@@ -43,13 +43,13 @@ class Run:
             "[hooks.snapshot]\nevery_steps = 100000\n"
         )
 
-    def launch(self, *nodes: Node) -> None:
+    def launch(self, *nodes: Node, least: int = 2) -> None:
         for node in nodes:
             self.cluster.launch(
                 node,
                 "run",
                 [
-                    f"--nnodes={len(nodes)}",
+                    f"--nnodes={least}:{len(nodes)}",
                     "-m",
                     "everstep.trainer",
                     "--config",
@@ -57,13 +57,17 @@ class Run:
                 ],
             )
 
-    def done(self, generation: int | None = None) -> int:
-        """The newest step that rank 0 has finished, 0 when there is none."""
+    def steps(self, generation: int | None = None) -> list[int]:
+        """The steps that rank 0 has put down, in all generations or one."""
         if not (self.run_dir / "ledger").exists():
-            return 0
+            return []
         blocks = [b for b in ledger.read(self.run_dir / "ledger") if b.chapter.rank == 0]
         chosen = [b for b in blocks if generation in (None, b.chapter.generation)]
-        return max((line.step for b in chosen for line in b.lines), default=0)
+        return [line.step for block in chosen for line in block.lines]
+
+    def done(self, generation: int | None = None) -> int:
+        """The newest step that rank 0 has finished, 0 when there is none."""
+        return max(self.steps(generation), default=0)
 
     def snapshots(self) -> list[marker.Marker]:
         found = catalogue.entries(self.run_dir / "snapshots")
@@ -95,10 +99,26 @@ def test_two_nodes_that_are_preempted_one_after_the_other_lose_no_finished_step(
     assert all(line in run.log(node) for node in nodes)
     run.launch(*nodes)
     wait_until("more steps", lambda: run.done() > saved.step + 3)
-    steps = [
-        line.step
-        for block in ledger.read(run.run_dir / "ledger")
-        for line in block.lines
-        if block.chapter.rank == 0
-    ]
+    steps = run.steps()
     assert sorted(steps) == sorted(set(steps)), "no step was done twice"
+
+
+def test_what_a_scheduler_does_to_all_processes_of_one_node_costs_the_other_no_step(
+    cluster: Cluster, out: Path
+) -> None:
+    cluster.kill_coordinator()
+    cluster.start_coordinator("settle_s = 60\n")  # they begin together
+    run = Run(cluster, out)
+    nodes = [cluster.add_node(name) for name in "ab"]
+    run.launch(*nodes, least=1)
+    wait_until("steps", lambda: run.done() > 8)
+    drained, left = nodes
+    for pid in reaper.marked(drained.mark + "l"):  # launcher, shim, nursery, writer, rank
+        os.kill(pid, signal.SIGTERM)
+    assert drained.launchers["run"].wait(DEADLINE_S) == 1
+    wait_until("steps of the other alone", lambda: run.done(generation=2) > 0)
+    (saved,) = run.snapshots()
+    assert f"emergency snapshot of step {saved.step}: " in run.log(drained)
+    assert run.done(generation=1) == saved.step
+    assert min(run.steps(generation=2)) == saved.step + 1, "it went on where both had been"
+    assert left.launchers["run"].poll() is None

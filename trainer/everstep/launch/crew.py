@@ -220,7 +220,10 @@ class Crew:
                 f"{self._emergency.left_s():.0f} s"
             )
             threading.Thread(
-                target=self._save, args=(asked, saved), name="everstep-emergency"
+                target=self._save,
+                args=(asked, saved),
+                name="everstep-emergency",
+                daemon=False,
             ).start()
 
     def _save(self, asked: int, saved: Callable[[], None]) -> None:

@@ -206,6 +206,8 @@ def _reconcile(turn: Turn, job: Job, applicant: Applicant) -> None:
         failing.ranks_gone(turn, job, node)
     elif running == book.generation and running > 0:
         _still_running(turn, job, applicant)
+    if book.plan is not None and not running and book.replan is not None:
+        return  # another plan is on its way, and nobody begins under one that has failed
     if book.plan is not None:
         job.tell(turn, node, Committed(plan=book.plan))
     elif join.on_evict == "exit" and turn.books.node(node).state in ("evicted", "broken"):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.waiting import DEADLINE_S, wait_until
 
 from everstep.cli.demo.cluster import Cluster, Node
 from everstep.cli.demo.training import library_bytes
@@ -17,15 +17,6 @@ from everstep.snapshots import catalogue, marker
 from everstep.trainer import ledger
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
-
-DEADLINE_S = 90.0
-
-
-def wait_until(what: str, true: Callable[[], object], timeout_s: float = DEADLINE_S) -> None:
-    end = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
 
 
 class Run:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import typer
@@ -23,6 +24,10 @@ _WITHOUT_VALUE = frozenset(
     | {"--virtual-local-rank"}
 )
 _SWITCHES = {"--no-warm": "EVERSTEP_WARM", "--no-in-place": "EVERSTEP_IN_PLACE"}
+_VALUES = {
+    "--preload": ("EVERSTEP_PRELOAD", "the modules: --preload=my.model,my.data"),
+    "--grace": ("EVERSTEP_GRACE_S", "the seconds between SIGTERM and SIGKILL: --grace=25"),
+}
 _PROBE_S = 5.0
 
 
@@ -36,10 +41,12 @@ def torchrun(context: typer.Context) -> None:
     Filled in, unless given:
         --rdzv-backend=everstep --max-restarts=1000000 --logs-specs=everstep
 
-    Three options of our own, before torchrun's:
+    Four options of our own, before torchrun's:
         --no-in-place      restart the ranks after each failure (EVERSTEP_IN_PLACE=0)
         --no-warm          start each rank from scratch (EVERSTEP_WARM=0)
         --preload=A,B      modules that warm ranks have loaded already (EVERSTEP_PRELOAD)
+        --grace=25         seconds from SIGTERM to SIGKILL, in which the ranks save the step in
+                           flight; 0: they don't (EVERSTEP_GRACE_S)
 
     Examples:
         everstep torchrun --nnodes=2:4 --nproc-per-node=8 --rdzv-id=my-job train.py --lr 3e-4
@@ -74,17 +81,27 @@ def own_options(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     (['--nnodes=2', 'train.py', '--no-warm'], {'EVERSTEP_WARM': '0'})
     >>> own_options(["--no-in-place", "--preload", "my.model,my.data", "train.py"])
     (['train.py'], {'EVERSTEP_IN_PLACE': '0', 'EVERSTEP_PRELOAD': 'my.model,my.data'})
+    >>> own_options(["--grace=110", "train.py"])
+    (['train.py'], {'EVERSTEP_GRACE_S': '110'})
     """
     rest, environ = list(arguments), {}
-    while rest and rest[0].partition("=")[0] in {*_SWITCHES, "--preload"}:
+    while rest and rest[0].partition("=")[0] in {*_SWITCHES, *_VALUES}:
         name, equals, value = rest.pop(0).partition("=")
         if name in _SWITCHES:
             environ[_SWITCHES[name]] = "0"
-        elif equals or rest:
-            environ["EVERSTEP_PRELOAD"] = value if equals else rest.pop(0)
-        else:
-            raise WrongRequestError("--preload needs the modules: --preload=my.model,my.data")
+            continue
+        variable, what = _VALUES[name]
+        if not (equals or rest):
+            raise WrongRequestError(f"{name} needs {what}")
+        environ[variable] = value if equals else rest.pop(0)
+    _check_grace(environ)
     return rest, environ
+
+
+def _check_grace(environ: Mapping[str, str]) -> None:
+    text = environ.get("EVERSTEP_GRACE_S", "0")
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", text):
+        raise WrongRequestError(f"--grace needs seconds, e.g. 25 (0: off), not {text!r}")
 
 
 def launcher_options(arguments: Sequence[str]) -> dict[str, str]:

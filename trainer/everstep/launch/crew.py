@@ -216,8 +216,8 @@ class Crew:
         if asked := self._emergency.ask():
             self._saving = True
             say(
-                f"SIGTERM: {asked} ranks are asked for an emergency snapshot, within "
-                f"{self._emergency.left_s():.0f} s"
+                f"SIGTERM: an emergency snapshot is asked of {asked} local rank(s), within "
+                f"{self._emergency.grace_s:g} s"
             )
             threading.Thread(
                 target=self._save,

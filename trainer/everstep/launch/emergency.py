@@ -70,7 +70,7 @@ class Emergency:
         ending: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._grace_s = grace_s
+        self.grace_s = grace_s
         self._ending = ending
         self._clock = clock
         self._changed = threading.Condition()
@@ -103,9 +103,9 @@ class Emergency:
     def ask(self) -> int:
         """Ask all armed ranks for an emergency snapshot; return how many there are."""
         with self._changed:
-            if not self._grace_s or self._end_s is not None:
+            if not self.grace_s or self._end_s is not None:
                 return 0
-            self._end_s = self._clock() + self._grace_s
+            self._end_s = self._clock() + self.grace_s
             for pid in list(self._armed):
                 self._order(pid)
             return len(self._waited_for)
@@ -138,7 +138,7 @@ class Emergency:
     def _answer(self, line: Line, generation: int) -> None:
         if self._end_s is not None:
             return  # it has its order, or will be sent one when it is armed
-        if self._ending() or not self._grace_s:
+        if self._ending() or not self.grace_s:
             line.send(End(generation=generation))
             return
         later = threading.Timer(_OWN_SIGNAL_S, self._end, [line, generation])

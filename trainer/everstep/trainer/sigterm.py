@@ -67,7 +67,8 @@ class Sigterm:
     def _watch(self, read_fd: int) -> None:
         with open(read_fd, "rb", buffering=0) as signals:
             while numbers := signals.read(64):
-                if signal.SIGTERM in numbers:
+                # A handler that the program has set since is the program's business.
+                if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is _nothing:
                     try:
                         self._decide()
                     finally:

@@ -229,3 +229,53 @@ def test_a_rank_alone_saves_its_part_and_no_mixed_set_is_ever_complete(
     os.kill(ranks.pids[0], signal.SIGTERM)
     ranks.wait()
     assert committed(tmp_path / "run") == []
+
+
+OWN_HANDLER = """
+import os, signal, sys, time
+from everstep.trainer import Session, SessionConfig
+import torch
+if sys.argv[2] == "handler":
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+hooks = {"snapshot": {"every_steps": 1000, "at_end": False}}
+with Session(SessionConfig(run_dir=sys.argv[1]), hooks=hooks) as session:
+    model = session.wrap(torch.nn.Linear(4, 4))
+    session.snapshot_state({"model": model})
+    if sys.argv[2] == "late":
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+    if sys.argv[2] == "child":
+        child = os.fork()
+        if not child:
+            time.sleep(3600)
+        os.kill(child, signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+        sys.exit(0)
+    open(sys.argv[1] + "/there", "w").close()
+    while True:
+        signal.pause()
+"""
+
+
+@pytest.mark.parametrize("when", ["handler", "late"])
+def test_a_program_with_a_handler_of_its_own_keeps_it(
+    launcher: Launcher, start_ranks: StartRanks, tmp_path: Path, when: str
+) -> None:
+    (tmp_path / "run").mkdir()
+    script = tmp_path / "own.py"
+    script.write_text(OWN_HANDLER)
+    ranks = start_ranks(1, script, str(tmp_path / "run"), when, env=environ(launcher))
+    wait_until((tmp_path / "run" / "there").exists, what="a session")
+    os.kill(ranks.pids[0], signal.SIGTERM)
+    assert ranks.wait() == [7], ranks.log()
+    assert launcher.signalled == []
+
+
+def test_a_forked_child_ends_by_the_signal_as_ever(
+    launcher: Launcher, start_ranks: StartRanks, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    script = tmp_path / "own.py"
+    script.write_text(OWN_HANDLER)
+    ranks = start_ranks(1, script, str(tmp_path / "run"), "child", env=environ(launcher))
+    assert ranks.wait() == [0], ranks.log()
+    assert launcher.signalled == []

@@ -11,6 +11,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import torch
 
 from everstep.snapshots.marker import SnapshotError
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from everstep.trainer.snapshot.state import State
 
 _SHARE = 200
-"""A look may take this part of a step at most."""
+"""A look may take one part in so many of a step."""
+_FORGET = 0.98
 
 
 class Facts(NamedTuple):
@@ -38,13 +40,17 @@ class Boundary:
     """The end of the last step of one rank. The main thread writes it, another one may read it."""
 
     def __init__(
-        self, device: torch.device, clock: Callable[[], float] = time.perf_counter
+        self,
+        device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.step_s = 0.0
         self.noted_s = clock()
         self.facts: Facts | None = None
         self._device = device
         self._clock = clock
+        self._cpu_clock = cpu_clock
         self._look_s = 0.0
         self._state: State | None = None
         self._versions: list[tuple[torch.Tensor, int]] = []
@@ -55,14 +61,22 @@ class Boundary:
         self.facts, self.step_s, self.noted_s = facts, step_s, self._clock()
         self._state = None
         if step_s < _SHARE * self._look_s:
+            self._look_s *= _FORGET  # the first look is dearer than others
             return
-        state = look()
+        begin_s = self._cpu_clock()
+        try:
+            state = look()
+        except SnapshotError:
+            return  # who takes a regular one says what is wrong
+        # A hook may go on with what it gave us.
+        frozen = msgspec.msgpack.decode(msgspec.msgpack.encode(dict(state.hooks)))
+        state = state._replace(hooks=frozen)
         tensors = [local(tensor) for tensor in state.tensors.values()]
         self._versions = [(tensor, _version(tensor)) for tensor in tensors]
         if self._device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's gap
             self._event.record()
-        self._look_s = self._clock() - self.noted_s
+        self._look_s = self._cpu_clock() - begin_s
         self._state = state
 
     def state(self) -> State:

@@ -16,15 +16,19 @@ from typing import TYPE_CHECKING
 
 from everstep.launch.control import Saved
 from everstep.snapshots.marker import SnapshotError
+from everstep.trainer.boundary import Boundary
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from everstep.trainer.boundary import Boundary
+    import torch
+
+    from everstep.trainer.boundary import Facts
     from everstep.trainer.keeper import Keeper
     from everstep.trainer.orders import Orders
     from everstep.trainer.place import Seat
     from everstep.trainer.snapshot.engine import Taken
+    from everstep.trainer.snapshot.state import State
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +57,8 @@ class Emergency:
         self,
         orders: Orders,
         keeper: Keeper,
-        boundary: Boundary,
         seat: Seat,
+        device: torch.device,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.asked = False
@@ -63,7 +67,8 @@ class Emergency:
         """Held while a step is applied and put down; a finished step's state is there outside."""
         self._orders = orders
         self._keeper = keeper
-        self._boundary = boundary
+        self._boundary = Boundary(device)
+        self._armed = False
         self._seat = seat
         self._clock = clock
         self._began_at = 0
@@ -77,7 +82,7 @@ class Emergency:
 
     def arm(self, step: int) -> None:
         """Be ready for the order; `step` is where the session begins."""
-        self._began_at = step
+        self._began_at, self._armed = step, True
         self._orders.arm(self._seat.generation or 0, self._seat.local_rank, self.order)
 
     # ------------------------------------------------------------------- on the main thread
@@ -86,6 +91,11 @@ class Emergency:
     def left_s(self) -> float:
         """Seconds of the grace that are left, or what a rank that nobody asked may take."""
         return max(0.0, self._end_s - self._clock()) if self.asked else _UNASKED_S
+
+    def stepped(self, facts: Facts, step_s: float, look: Callable[[], State]) -> None:
+        """A step that took so long has ended; call it with the gate held."""
+        if self._armed:
+            self._boundary.note(facts, step_s, look)
 
     def taken(self, taken: Taken) -> None:
         """All ranks have begun a snapshot that goes to disk."""

@@ -141,11 +141,12 @@ class Keeper:
         """Begin a snapshot of the state as it is now; `samples` is the next index.
 
         With `urgent_s` it does not wait for the one before to be written, and for nothing longer
-        than that. Raises SnapshotError when it cannot begin in time.
+        than that: it fails then, like any other. Raises SnapshotError when a writer hangs.
         """
         urgent = urgent_s is not None
         patience_s = self._config.save_timeout_s + _ANSWER_S if urgent_s is None else urgent_s
-        if not self.engine.wait_ready(patience_s, disk=disk and not urgent):
+        ready = self.engine.wait_ready(patience_s, disk=disk and not urgent)
+        if not ready and not urgent:
             raise SnapshotError(self._hanging())
         facts = Marker(
             id=str(SnapshotId(step, self.generation)),
@@ -167,7 +168,7 @@ class Keeper:
         """
         end_s = time.monotonic() + timeout_s
         if not self.engine.wait_ordered(id_, timeout_s):
-            raise SnapshotError(f"{id_} could not be copied in time")
+            raise SnapshotError(f"{id_} could not be copied, or not in time")
         if not self._outlets.flush(max(0.0, end_s - time.monotonic())):
             raise SnapshotError(f"the snapshot writer did not take the order for {id_}")
 

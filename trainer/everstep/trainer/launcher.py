@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from everstep.trainer.orders import Orders
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from everstep.trainer.emergency import Emergency
+
+
+log = logging.getLogger(__name__)
 
 
 class Launcher:
@@ -44,6 +48,8 @@ class Launcher:
         self._sigterm = Sigterm(decide)
         if self._sigterm.arm():
             emergency.arm(step)
+        else:
+            log.info("SIGTERM has a handler here, or is not this thread's: no emergency snapshots")
 
     def leave(self, emergency: Emergency) -> None:
         """The session ends: what is asked for is saved first, in bounded time."""
@@ -51,6 +57,10 @@ class Launcher:
         if self._sigterm is not None:
             self._sigterm.disarm()
             self._sigterm = None
+        self.close()
+
+    def close(self) -> None:
+        """Hang up on a line that was opened for this session."""
         if self._own is not None:
             self._own.close()
             self._own = None

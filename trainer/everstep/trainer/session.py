@@ -29,7 +29,7 @@ from everstep.sdk.hooks import Decision
 from everstep.trainer import ledger, rng
 from everstep.trainer.admission import admit_hooks, on_every_rank
 from everstep.trainer.agree import Agreement, Vote
-from everstep.trainer.boundary import Boundary, Facts
+from everstep.trainer.boundary import Facts
 from everstep.trainer.content import Content
 from everstep.trainer.dispatch import Dispatch
 from everstep.trainer.emergency import Emergency
@@ -103,6 +103,7 @@ class Session:
         try:
             self._open()
         except BaseException:
+            self._launcher.close()
             self._presence.close(flush_s=0.0)
             leave_without_groups()
             raise
@@ -129,8 +130,7 @@ class Session:
         self.run = Run(
             seat.rank, seat.world_size, self._keeper.generation, run_dir, mtbf_s=seat.mtbf_s
         )
-        self._boundary = Boundary(self.device)
-        self._emergency = Emergency(self._launcher.orders, self._keeper, self._boundary, seat)
+        self._emergency = Emergency(self._launcher.orders, self._keeper, seat, self.device)
         self._agreement = Agreement(hooks=len(self._dispatch.hooks), device=self.device)
         self._step = Step(self._agreement, rank=seat.rank, world_size=seat.world_size)
         rng.seed(config.seed, step=0, rank=seat.rank)
@@ -357,7 +357,7 @@ class Session:
         self._skips.count(run.done, applied=applied, finite=agreed.finite)
         if self._content:
             facts = Facts(run.done, self._samples, self._skip)
-            self._boundary.note(facts, step.step_s, self._look)
+            self._emergency.stepped(facts, step.step_s, self._look)
             if agreed.snapshot or agreed.memory or agreed.emergency:
                 self._snapshot(agreed)
 

@@ -81,13 +81,28 @@ def end_by_sigterm() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _disarm_in_child() -> None:
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    # Until the child has let go of the descriptor, a signal of the child's would be told to us.
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if _armed else ())
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _after_fork_in_child() -> None:
     # A DataLoader worker must end by its parent's signal.
     for sigterm in list(_armed):
         sigterm.disarm()
+    _after_fork()
 
 
-os.register_at_fork(after_in_child=_disarm_in_child)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+)
 
 
 def _nothing(*_: object) -> None:

@@ -43,7 +43,9 @@ def main(session):
             time.sleep(3600)
         loss.backward()
         session.step(optimizer, loss=loss)
-run(SessionConfig(run_dir=run_dir, ledger=True), main, hooks={"snapshot": {"every_steps": 1000}})
+# A rank's own writer waits for parts that never come no longer than that.
+config = SessionConfig(run_dir=run_dir, ledger=True, save_timeout_s=20.0)
+run(config, main, hooks={"snapshot": {"every_steps": 1000}})
 """
 
 
@@ -246,7 +248,8 @@ with Session(SessionConfig(run_dir=sys.argv[1]), hooks=hooks) as session:
     if sys.argv[2] == "child":
         child = os.fork()
         if not child:
-            time.sleep(3600)
+            time.sleep(60)
+            os._exit(0)
         os.kill(child, signal.SIGTERM)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
         sys.exit(0)

@@ -194,6 +194,8 @@ def test_one_hook_that_raises_does_not_keep_the_next_from_its_vote() -> None:
     assert dispatch.fire("before_update", "step") is Decision.SKIP_UPDATE
     assert quiet.seen == ["step"]
     assert dispatch.failures() == [1, 0]
+    assert not findings, "a lost rank makes hooks raise, too: nothing is told before all are heard"
+    dispatch.settle([1, 0])
     assert "hook a raised in before_update: ValueError: no" in findings[0].summary
     assert "test_parts.py" in findings[0].summary, "and where"
 

@@ -7,6 +7,7 @@ argument and may return a `Decision` up to and including `before_update`:
     batch(step)          this rank's samples are in memory (only in loops that say so)
     forward(step)        the last micro-batch's forward is done
     backward(step)       the last backward is done: gradients are the mean over all ranks
+                         (DTensors where the model is sharded: each rank has its part of them)
     before_update(step)  loss, tokens and decision votes of all ranks are about to be settled
     after_update(step)   the update was applied, or was skipped by all ranks alike
     snapshot(taken)      a snapshot was begun; copying and writing go on in the background
@@ -16,7 +17,8 @@ What hooks vote is joined over all ranks in the one small all-reduce that a step
 the most severe vote wins, on every rank. A hook that raises is counted and reported; it never
 makes its rank take another branch than the others, and after three failures, on whichever ranks,
 it is switched off on all of them in the same step. A hook with `touches_gradients = True` that
-raises before the update costs that update: half-changed gradients are applied nowhere.
+raises before the update costs that update: half-changed gradients are applied nowhere. One that
+speaks with other ranks, as a norm of sharded gradients must, does so on all of them or on none.
 
 A hook's constructor may ask by name for `report` (hand in a Finding), `page` (a `Page`),
 `snapshots` (a `Snapshots`) and `clock` (wall clock, seconds). A hook that is `Stateful` is saved

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FAILURES_ALLOWED = 3
+_BEFORE_UPDATE = ("batch", "forward", "backward", "before_update")
 
 
 class Hooked:
@@ -55,6 +56,7 @@ class Dispatch:
         self._report = report
         self._clock = clock
         self._calls: dict[Moment, list[tuple[Hooked, Callable[[Any], object]]]] = {}
+        self._untold: list[tuple[Hooked, str]] = []
         self._bind()
 
     def _bind(self) -> None:
@@ -93,9 +95,14 @@ class Dispatch:
         hook.since_settled += 1
         where = traceback.extract_tb(exc.__traceback__)[-1:]
         at = f" at {where[0].filename}:{where[0].lineno}" if where else ""
-        self._tell(hook, "warning", f"raised in {moment}: {type(exc).__name__}: {exc}{at}")
-        before_update = moment in ("batch", "forward", "backward", "before_update")
-        if before_update and getattr(hook.plugin, "touches_gradients", False):
+        what = f"raised in {moment}: {type(exc).__name__}: {exc}{at}"
+        if moment not in _BEFORE_UPDATE:
+            self._tell(hook, "warning", what)
+            return None
+        # Not told before the ranks have settled: a hook that adds something up over them raises
+        # when one is lost, and that is not the hook's fault.
+        self._untold.append((hook, what))
+        if getattr(hook.plugin, "touches_gradients", False):
             return Decision.SKIP_UPDATE
         return None
 
@@ -105,6 +112,9 @@ class Dispatch:
 
     def settle(self, everywhere: Sequence[int]) -> None:
         """Take the failures of all ranks; who has too many is off from now on, on all of them."""
+        for hook, what in self._untold:
+            self._tell(hook, "warning", what)
+        self._untold.clear()
         for hook, failures in zip(self.hooks, everywhere, strict=True):
             hook.since_settled = 0
             hook.failures += failures

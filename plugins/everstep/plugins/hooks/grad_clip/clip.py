@@ -1,4 +1,4 @@
-"""Global norm clipping in fp32, over all parameters at once."""
+"""Global norm clipping, over all parameters at once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from everstep.plugins.hooks.grad_clip.norm import mine, total_norm
 
+if TYPE_CHECKING:
     from everstep.sdk.hooks import Step
 
 
@@ -27,7 +27,7 @@ class GradClipConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class GradClip:
     """Scales all gradients down together when their norm is above `max_norm`.
 
-    Gradients are the same on all ranks by then, so every rank finds the same norm.
+    Every rank finds the same norm: gradients are the same on all by then, or shards of the same.
     """
 
     Config: ClassVar = GradClipConfig
@@ -41,18 +41,7 @@ class GradClip:
         gradients = [p.grad for p in step.parameters if p.grad is not None]
         if not gradients:
             return
-        norm = total_norm(gradients)
-        step.grad_norm = norm.item()
+        step.grad_norm = total_norm(gradients)
         if step.grad_norm > self._max_norm:
             factor = self._max_norm / (step.grad_norm + 1e-6)
-            torch._foreach_mul_(gradients, factor)
-
-
-def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm of all gradients as one fp32 number, whatever their own precision."""
-    # One fused pass instead of a small kernel for each parameter, as torch's own clipping does.
-    norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float32)  # noqa: SLF001  see above
-    total: torch.Tensor = torch.linalg.vector_norm(
-        torch.stack([n.to(norms[0].device) for n in norms])
-    )
-    return total
+            torch._foreach_mul_([mine(gradient) for gradient in gradients], factor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -24,16 +25,19 @@ DEADLINE_S = 90.0
 class Job:
     """Our own trainer on some nodes of a cluster, with endless small steps."""
 
-    def __init__(self, cluster: Cluster, out: Path, *, nodes: int, ranks: int) -> None:
+    def __init__(
+        self, cluster: Cluster, out: Path, *, nodes: int, ranks: int, spread: str = "ddp"
+    ) -> None:
         self.cluster = cluster
         self.run_dir = out / "run"
         self.api = Api(cluster.url, cluster.api_token)
         config = out / "run.toml"
         config.write_text(
             f'[trainer]\nrun_dir = "{self.run_dir}"\ndata = "{library_bytes(out / "data.bin")}"\n'
-            'steps = 1000000\nledger = true\nmicro_batch = 1\nseq_len = 16\ndevice = "cpu"\n\n'
+            'steps = 1000000\nledger = true\nmicro_batch = 1\nseq_len = 16\ndevice = "cpu"\n'
+            f'data_parallel = "{spread}"\n\n'
             "[trainer.model]\ndim = 16\nlayers = 1\nheads = 2\nkv_heads = 1\nffn_dim = 16\n\n"
-            "[hooks.snapshot]\nevery_steps = 10\n"
+            "[hooks.snapshot]\nevery_steps = 10\nmemory_every_steps = 5\n"
         )
         self.nodes = [cluster.add_node(f"n{i}") for i in range(nodes)]
         for node in self.nodes:
@@ -58,6 +62,16 @@ class Job:
         blocks = [b for b in ledger.read(self.run_dir / "ledger") if b.chapter.rank == 0]
         done = ((b.chapter.generation, line.step) for b in blocks for line in b.lines)
         return max(done, default=(0, 0))
+
+    def losses(self, generation: int) -> dict[int, float | None]:
+        """Rank 0's losses by step."""
+        books = [b for b in ledger.read(self.run_dir / "ledger") if b.chapter.rank == 0]
+        return {
+            line.step: line.loss
+            for book in books
+            if book.chapter.generation == generation
+            for line in book.lines
+        }
 
     def await_steps_of(self, generation: int, many: int = 12) -> None:
         def there() -> bool:
@@ -94,6 +108,25 @@ def test_the_sibling_of_a_killed_rank_and_a_rank_elsewhere_keep_their_process(
     assert after[0][victim] != before[0][victim]
     job.stop()
     assert "Worker group" not in job.log(job.nodes[0])
+
+
+def test_sharded_ranks_keep_their_process_and_take_their_shards_from_memory(
+    cluster: Cluster, out: Path
+) -> None:
+    job = Job(cluster, out, nodes=1, ranks=3, spread="fsdp")
+    (node,) = job.nodes
+    before = job.ranks(node)
+    os.kill(before[1], signal.SIGKILL)
+    job.await_steps_of(2)
+    after = job.ranks(node)
+    assert (after[0], after[2]) == (before[0], before[2])
+    assert after[1] != before[1]
+    job.stop()
+    log = job.log(node)
+    assert len(re.findall(r"resumed from s\d+-g1 \(memory\)", log)) == 3, log
+    first, second = job.losses(1), job.losses(2)
+    twice = first.keys() & second.keys()
+    assert {s: second[s] for s in twice} == {s: first[s] for s in twice}
 
 
 def test_a_rank_that_a_signal_stopped_is_replaced_and_the_others_go_on(

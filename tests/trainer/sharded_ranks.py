@@ -2,11 +2,13 @@
 
 Started by the forge with a place in the environment. DO is `save` (train two steps, save, and put
 down what every tensor was as a whole), `load` (load, and compare with that), or `hand` (save to
-memory, lose that of rank 1, and load from what is left).
+memory, lose that of rank 1, and load from what is left), or `fall` (the same, with an older one on
+disk).
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,14 @@ def objects(mode: str, seed: int) -> dict[str, Any]:
             plan = {}
         model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4))
         parallelize_module(model, mesh, plan)
+    elif mode == "2d":
+        both = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
+        # Five rows for each of two, which two more share unevenly.
+        model = nn.Sequential(nn.Linear(8, 10), nn.ReLU(), nn.Linear(10, 4))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, both["tensor"], plan)
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=both["data"])
     elif mode == "pp":
         torch.manual_seed(seed)
         stage = {f"layer{dist.get_rank()}": nn.Linear(4, 4 + dist.get_rank())}
@@ -101,6 +111,29 @@ def hand_on(made: Bench, saved: dict[str, Any], fresh: dict[str, Any]) -> None:
         assert torch.equal(value, expected[name]), name
 
 
+def fall(made: Bench, saved: dict[str, Any], fresh: dict[str, Any]) -> None:
+    train("fsdp", saved)
+    made.save(saved, 1)
+    expected = wholes(saved)
+    train("fsdp", saved)
+    made.save(saved, 2, disk=False)
+    if dist.get_rank() == 1:
+        made.engine.slots = Slots()
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("everstep.trainer.snapshot.restore").addHandler(handler)
+    found = made.load(fresh, ID, "s000001-g1", tiers="both")
+    assert found is not None
+    assert str(found.id) == "s000001-g1"
+    assert found.tier == ("disk" if dist.get_rank() == 1 else "memory")
+    assert len(told) == 1
+    assert told[0].startswith(f"{ID} cannot be used by all ranks: ")
+    assert ("disk: " if dist.get_rank() == 1 else "rank 1 has it nowhere") in told[0]
+    for name, value in wholes(fresh).items():
+        assert torch.equal(value, expected[name]), name
+
+
 def main() -> None:
     mode, folder, do = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo")
@@ -117,6 +150,8 @@ def main() -> None:
                 torch.save(values, own)
         elif do == "hand":
             hand_on(made, objects(mode, seed=1), objects(mode, seed=9))
+        elif do == "fall":
+            fall(made, objects(mode, seed=1), objects(mode, seed=9))
         else:
             things = objects(mode, seed=9)
             assert made.load(things, ID), made.rejected

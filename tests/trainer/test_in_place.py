@@ -105,11 +105,17 @@ class Launcher:
 
 
 @pytest.fixture
+def spread() -> str:
+    """How the ranks' models are spread, which a test may be parametrized by."""
+    return "ddp"
+
+
+@pytest.fixture
 def launcher(
-    start_ranks: StartRanks, write_config: WriteConfig, tmp_path: Path
+    start_ranks: StartRanks, write_config: WriteConfig, tmp_path: Path, spread: str
 ) -> Iterator[Launcher]:
     folder = Path(tempfile.mkdtemp(prefix="everstep-"))
-    config = write_config("mine", steps=STEPS)
+    config = write_config("mine", steps=STEPS, data_parallel=spread)
     made = Launcher(folder, start_ranks, config, tmp_path / "mine")
     yield made
     made.close()
@@ -142,10 +148,16 @@ def descriptors(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 def test_survivors_keep_their_process_and_the_run_is_the_same_run(
-    launcher: Launcher, start_ranks: StartRanks, write_config: WriteConfig, tmp_path: Path
+    launcher: Launcher,
+    start_ranks: StartRanks,
+    write_config: WriteConfig,
+    tmp_path: Path,
+    spread: str,
 ) -> None:
-    calm = start_ranks(3, "-m", "everstep.trainer", "--config", write_config("calm", steps=STEPS))
+    config = write_config("calm", steps=STEPS, data_parallel=spread)
+    calm = start_ranks(3, "-m", "everstep.trainer", "--config", config)
     assert calm.wait() == [0, 0, 0]
 
     ranks = launcher.launch(1, 3)
@@ -165,6 +177,27 @@ def test_survivors_keep_their_process_and_the_run_is_the_same_run(
     assert compare.differences(mine, theirs) == []
 
 
+@pytest.mark.parametrize("spread", ["fsdp"])
+def test_survivors_may_get_other_ranks_and_each_then_has_the_shards_of_its_own(
+    launcher: Launcher, start_ranks: StartRanks, write_config: WriteConfig, tmp_path: Path
+) -> None:
+    config = write_config("calm", steps=STEPS, data_parallel="fsdp")
+    calm = start_ranks(3, "-m", "everstep.trainer", "--config", config)
+    assert calm.wait() == [0, 0, 0]
+
+    ranks = launcher.launch(1, 3)
+    wait_until(lambda: steps_done(launcher.run_dir) >= 20, what="twenty steps")
+    ranks.kill(0)
+    swapped = [ranks.pids[2], ranks.pids[1]]
+    [fresh] = launcher.reform(2, swapped, [0])
+    assert fresh.wait() == [0]
+    assert ranks.wait() == [-signal.SIGKILL, 0, 0]
+    mine, theirs = (compare.newest(tmp_path / n / "snapshots") for n in ("mine", "calm"))
+    assert mine
+    assert theirs
+    assert compare.differences(mine, theirs) == []
+
+
 def test_a_stopped_rank_holds_nobody_once_the_order_came(launcher: Launcher) -> None:
     ranks = launcher.launch(1, 3)
     wait_until(lambda: steps_done(launcher.run_dir) >= 10, what="ten steps")
@@ -176,6 +209,7 @@ def test_a_stopped_rank_holds_nobody_once_the_order_came(launcher: Launcher) -> 
     wait_until(lambda: steps_done(launcher.run_dir) > reached, what="a step of generation 2")
 
 
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 def test_forming_anew_many_times_leaves_nothing_behind(launcher: Launcher) -> None:
     ranks = launcher.launch(1, 2)
     survivor, victim = ranks.pids[0], ranks.pids[1]

@@ -114,4 +114,5 @@ def test_files_read_back_as_written_and_half_a_line_is_left_out(tmp_path: Path) 
     (path,) = (tmp_path / "ledger").iterdir()
     with path.open("ab") as file:
         file.write(b"[4,[[3")
+    (tmp_path / "ledger" / "just-made.jsonl").touch()
     assert read(tmp_path / "ledger") == [book]

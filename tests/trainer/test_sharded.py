@@ -41,6 +41,7 @@ def read_plainly(snapshot: Path) -> dict[str, torch.Tensor]:
         ("fsdp", 2, [1, 3]),
         ("fsdp", 3, [2]),
         ("tp", 2, [2, 1]),
+        ("2d", 4, []),
     ],
 )
 def test_what_is_saved_is_read_by_plain_torch_and_by_any_other_world(
@@ -74,3 +75,9 @@ def test_a_rank_that_has_nothing_is_given_replicated_state_by_one_that_has_it(
     tmp_path: Path, start_ranks: StartRanks
 ) -> None:
     run(start_ranks, 3, "ddp", tmp_path, "hand")
+
+
+def test_where_one_rank_lost_its_shards_all_fall_to_what_is_on_disk_and_say_so(
+    tmp_path: Path, start_ranks: StartRanks
+) -> None:
+    run(start_ranks, 3, "fsdp", tmp_path, "fall")

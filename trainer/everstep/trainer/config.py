@@ -12,6 +12,8 @@ from everstep.sdk.config import ConfigError, ConfigFile
 if TYPE_CHECKING:
     from pathlib import Path
 
+_DATA_PARALLEL = ("ddp", "fsdp")
+
 
 def _positive(config: msgspec.Struct, *names: str) -> None:
     for name in names:
@@ -30,6 +32,8 @@ class SessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """CPU threads of torch in each rank; another number sums in another order."""
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`: CUDA where there is one."""
+    data_parallel: str = "ddp"
+    """`ddp`: each rank has a copy of the model; `fsdp`: a shard of it and of its optimizer."""
     process_group_timeout_s: float = 600.0
     save_timeout_s: float = 1800.0
     """A snapshot that is not on disk after this long has failed."""
@@ -43,6 +47,8 @@ class SessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         _positive(self, "threads", "process_group_timeout_s", "save_timeout_s", "stop_after_skips")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device must be auto, cpu or cuda, not {self.device!r}")
+        if self.data_parallel not in _DATA_PARALLEL:
+            raise ValueError(f"data_parallel must be ddp or fsdp, not {self.data_parallel!r}")
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

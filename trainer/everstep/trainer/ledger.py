@@ -125,6 +125,8 @@ def read(folder: Path) -> list[Book]:
     decoder = msgspec.json.Decoder(Line)
     for path in sorted(folder.glob("*.jsonl")):
         head, *rest = path.read_bytes().split(b"\n")
+        if not rest:  # made just now, or by a rank that was killed just then
+            continue
         chapter = msgspec.json.decode(head, type=Chapter)
         books.append(Book(chapter, [decoder.decode(line) for line in rest[:-1]]))
     return books

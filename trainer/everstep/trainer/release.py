@@ -2,13 +2,15 @@
 
 gloo: a thread that is blocked in one comes out when this process shuts down its own connections;
 aborting the group does not wake it (torch 2.13). Which connections are gloo's is known from what
-was opened while a group was made. NCCL: all communicators are aborted.
+was opened while a group was made. NCCL: all communicators are aborted. What torch remembers of the
+meshes over those groups is disowned with them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import select
 import socket
@@ -18,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,6 +88,21 @@ class Connections:
 def lost_a_peer(exc: BaseException, connections: Connections) -> bool:
     """Return whether an error came of a peer's end rather than of this rank's own code."""
     return connections.broken() or isinstance(exc, dist.DistError)
+
+
+def disown_meshes() -> None:
+    """Have no mesh that there is be taken for one that is made later.
+
+    torch keeps what DTensor operations come to by mesh, in caches of each thread, and to it two
+    meshes of the same ranks are equal. What it kept knows which part is this rank's, and in the
+    next generation a rank may have another number. The old meshes' groups are let go as well.
+    """
+    # This thread's caches alone can be cleared; what others keep matches nothing any more.
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch's gap
+    for thing in gc.get_objects():
+        if type(thing) is DeviceMesh:  # isinstance would ask lazy proxies, which then load things
+            thing._thread_id = id(thing)  # noqa: SLF001  part of what makes two of them equal
+            thing._pg_registry.clear()  # noqa: SLF001  holds the groups' threads
 
 
 def _hung_up(fd: int) -> bool:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from everstep.trainer.group import leave_as_usual
 from everstep.trainer.orders import Orders
-from everstep.trainer.release import Connections, lost_a_peer
+from everstep.trainer.release import Connections, disown_meshes, lost_a_peer
 from everstep.trainer.session import Session
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def _leave_groups(connections: Connections) -> None:
     """Take the groups down. Ends this process when that hangs: a fresh one takes its place."""
     connections.shut_down()
     gc.collect()
+    disown_meshes()
     if not dist.is_initialized():
         return
     closing = threading.Thread(target=dist.destroy_process_group, daemon=True)

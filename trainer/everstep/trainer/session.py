@@ -37,19 +37,19 @@ from everstep.trainer.group import Groups, leave_without_groups
 from everstep.trainer.keeper import Keeper
 from everstep.trainer.launcher import Launcher
 from everstep.trainer.order import take
+from everstep.trainer.parallel import Models, accumulating
 from everstep.trainer.place import Seat
 from everstep.trainer.presence import Presence
-from everstep.trainer.replicate import detach, replicate
 from everstep.trainer.skips import Skips, TrainingStoppedError
 from everstep.trainer.snapshot.wishes import Wishes
 from everstep.trainer.step import Run, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
 
     from everstep.trainer.agree import Agreed
@@ -86,7 +86,6 @@ class Session:
         self.seat = Seat.from_environ(environ)
         self._file = file or ConfigFile(Path("Session(hooks=...)"), {"hooks": dict(hooks or {})})
         self._content = Content({}, rank=self.seat.rank)
-        self._wrapped: list[DistributedDataParallel] = []
         self._optimizer: Optimizer | None = None
         self._samples = self._samples_after = 0
         self._skip: list[Range] = list(self.seat.skip)
@@ -114,16 +113,12 @@ class Session:
         torch.set_num_threads(config.threads)
         report = self._presence.report
         wishes = Wishes()
-        offers = {
-            "report": report,
-            "page": self._presence,
-            "snapshots": wishes,
-            "clock": time.time,
-        }
+        offers = {"report": report, "page": self._presence, "snapshots": wishes, "clock": time.time}
         plugins = admit_hooks(self._file, offers)
         self._groups = Groups(seat, config)
         self._presence.mark("grouped_at_s")
         self.device = self._groups.device
+        self._models = Models(config.data_parallel, self.device)
         self._dispatch = Dispatch(on_every_rank(plugins, report), report=report)
         run_dir = Path(config.run_dir)
         self._keeper = Keeper(run_dir, seat, config, self._groups, self._presence, wishes)
@@ -166,8 +161,7 @@ class Session:
     def _leave(self) -> None:
         self._launcher.leave(self._emergency)
         self._close_files(flush_s=_TEARDOWN_S)
-        for model in self._wrapped:
-            detach(model)
+        self._models.detach()
         self._keeper.close(_TEARDOWN_S)
         if not self._groups.close(_TEARDOWN_S):
             log.warning("the process group does not come down; leaving without it")
@@ -176,8 +170,7 @@ class Session:
     def _abandon(self, *, flush_s: float) -> None:
         self._launcher.leave(self._emergency)
         # A group that lost a peer can stand for ever in its own teardown: it is not asked to.
-        for model in self._wrapped:
-            detach(model)
+        self._models.detach()
         self._keeper.abandon()
         self._close_files(flush_s=flush_s)
         leave_without_groups()
@@ -190,21 +183,32 @@ class Session:
     # ------------------------------------------------------------------------ before training
 
     def wrap(
-        self, model: nn.Module, *, example: tuple[Any, ...] | None = None, **options: Any
-    ) -> DistributedDataParallel:
-        """Return the model on this rank's device in DDP whose sums survive a restart bit by bit.
+        self,
+        model: nn.Module,
+        *,
+        example: tuple[Any, ...] | None = None,
+        blocks: Iterable[nn.Module] | None = None,
+        ddp: Mapping[str, Any] | None = None,
+        fsdp: Mapping[str, Any] | None = None,
+    ) -> nn.Module:
+        """Return the model on this rank's device, spread over the ranks as the config says.
 
-        `example` are inputs for one discarded pass, of any shape the model takes; without it the
-        first real input is used. `options` are DDP's own.
+        Either way its sums survive a restart bit by bit. `example` are inputs for DDP's discarded
+        pass, of any shape the model takes; without it the first real input is used. `blocks` are
+        what FSDP shards one by one. `ddp` and `fsdp` are the options of either. Who spreads a
+        model otherwise does not wrap it. Raises EverstepError when it cannot be done.
         """
-        wrapped = replicate(model.to(self.device), example=example, **options)
-        self._wrapped.append(wrapped)
-        return wrapped
+        return self._models.wrap(model, example=example, blocks=blocks, ddp=ddp, fsdp=fsdp)
+
+    def accumulating(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+        """Run forward and backward of a micro-batch in here; the `last` one reduces gradients."""
+        return accumulating(model, last=last)
 
     def snapshot_state(self, objects: Mapping[str, Any]) -> int:
         """Say what snapshots hold, bring it back from the newest good one, return its step.
 
-        Each object has `state_dict()` and `load_state_dict()`, and the same state on all ranks.
+        Each object has `state_dict()` and `load_state_dict()`, and on all ranks the same state, or
+        DTensors of it.
         Returns 0 at the very beginning. Raises SnapshotError when there are snapshots but none
         that is good on all ranks.
         """
@@ -252,7 +256,7 @@ class Session:
     def forwarded(self, loss_sum: torch.Tensor, tokens: int, *, last: bool) -> None:
         """Mark: a micro-batch's forward is done. After the `last` one the loss is on its way."""
         step = self._step
-        step.forward_s = _plus(step.forward_s, step.lap())
+        step.forward_s = step.lap(step.forward_s)
         self._agreement.add(loss_sum, tokens)
         if last:
             self._agreement.post()
@@ -261,7 +265,7 @@ class Session:
     def backwarded(self, *, last: bool) -> None:
         """Mark: a micro-batch's backward is done; after the `last` one gradients are complete."""
         step = self._step
-        step.backward_s = _plus(step.backward_s, step.lap())
+        step.backward_s = step.lap(step.backward_s)
         if last:
             self._vote(self._dispatch.fire("backward", step))
 
@@ -394,7 +398,3 @@ class Session:
 
     def _look(self) -> State:
         return self._content.state(self._dispatch.state())
-
-
-def _plus(so_far: float, more: float) -> float:
-    return more if math.isnan(so_far) else so_far + more

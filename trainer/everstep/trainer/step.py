@@ -126,11 +126,11 @@ class Step:
         """This rank's global sample indices."""
         return expand(self.share)
 
-    def lap(self) -> float:
-        """Return the seconds since the last call."""
+    def lap(self, so_far: float = 0.0) -> float:
+        """Return the seconds since the last call, on top of those so far where there are any."""
         now = time.perf_counter()
         took, self._marked_s = now - self._marked_s, now
-        return took
+        return took if math.isnan(so_far) else so_far + took
 
     def end(self) -> None:
         """Take the time of the whole step."""

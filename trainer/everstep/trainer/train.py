@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from functools import partial
 from pathlib import Path
@@ -41,12 +40,17 @@ def _train(config: TrainerConfig, session: Session) -> None:
     )
     micros = accumulation(config.global_batch, config.micro_batch, session.run.world_size)
     # Every window is full, so all ranks have equally many tokens and the mean is exact: each
-    # rank scales by the tokens of all of them, and DDP divides by the number of ranks.
+    # rank scales by the tokens of all of them, and DDP or FSDP divides by the number of ranks.
     scale = session.run.world_size / (config.global_batch * config.seq_len)
 
     decoder = Decoder(config.model, seq_len=config.seq_len, seed=config.seed)
     tiny = torch.zeros(1, min(8, config.seq_len), dtype=torch.long, device=session.device)
-    model = session.wrap(decoder, example=(tiny, tiny), forward_sync_buffers=False)
+    model = session.wrap(
+        decoder,
+        example=(tiny, tiny),
+        blocks=decoder.blocks,
+        ddp={"forward_sync_buffers": False},
+    )
     optimizer = adamw(model, config)
     session.snapshot_state({"model": model, "optimizer": optimizer})
 
@@ -59,7 +63,7 @@ def _train(config: TrainerConfig, session: Session) -> None:
 
         for micro, tokens in enumerate(batch.chunk(micros)):
             last = micro == micros - 1
-            with contextlib.nullcontext() if last else model.no_sync():
+            with session.accumulating(model, last=last):
                 loss = model(tokens[:, :-1], tokens[:, 1:])
                 session.forwarded(loss, tokens[:, 1:].numel(), last=last)
                 (loss * scale).backward()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from everstep.snapshots.marker import SnapshotError
 from everstep.trainer.snapshot.planning import origin
@@ -87,14 +88,20 @@ def restore(
         if giver is not None:
             log.warning("%s: rank %d hands on what it has in memory", id_, giver)
             return _handed_on(id_, found, live, giver=giver, group=group)
-        why = "; ".join(f"{f.tier}: {f.why}" for f in failures)
-        reasons.append(f"{id_}: {why or 'good on this rank, not on another'}")
+        why = "; ".join(f"{f.tier}: {f.why}" for f in failures) or _missing(votes)
+        log.warning("%s cannot be used by all ranks: %s", id_, why)
+        reasons.append(f"{id_}: {why}")
     if not reasons:
         return None
     raise SnapshotError(
         f"no snapshot in {where} can be used by all ranks: {'; '.join(reasons)}. Bring back a good "
         "copy of one of them, or start over with another run_dir"
     )
+
+
+def _missing(votes: Sequence[str | None]) -> str:
+    ranks = ", ".join(str(rank) for rank, vote in enumerate(votes) if vote is None)
+    return f"good on this rank, but rank {ranks} has it nowhere and no other has all of the state"
 
 
 class _Found(NamedTuple):
@@ -137,7 +144,9 @@ def _load(id_: SnapshotId, tier: str, source: Source, live: Live, rank: int) -> 
     states = unflatten(state.shape, targets.__getitem__)
     rng = mine.rng if mine else None
     restored = Restored(id_, source.marker, tier, states, state.hooks, rng)
-    return _Found(restored, state.shape, targets, source.replicated)
+    # What went into shards cannot be handed on from them.
+    all_here = source.replicated and not any(isinstance(t, DTensor) for t in targets.values())
+    return _Found(restored, state.shape, targets, all_here)
 
 
 def _target(part: Part, live: torch.Tensor | None) -> torch.Tensor:

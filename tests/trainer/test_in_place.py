@@ -190,7 +190,7 @@ def test_survivors_may_get_other_ranks_and_each_then_has_the_shards_of_its_own(
     ranks.kill(0)
     swapped = [ranks.pids[2], ranks.pids[1]]
     [fresh] = launcher.reform(2, swapped, [0])
-    assert fresh.wait() == [0]
+    assert fresh.wait() == [0], fresh.log() + ranks.log()
     assert ranks.wait() == [-signal.SIGKILL, 0, 0]
     mine, theirs = (compare.newest(tmp_path / n / "snapshots") for n in ("mine", "calm"))
     assert mine

@@ -124,6 +124,33 @@ def test_a_rank_that_dies_on_its_way_is_replaced_and_one_that_had_joined_is_not(
     assert len(world.forked) == 1, "its peers have met it: that is the next generation's business"
 
 
+def test_a_rank_that_had_finished_when_the_order_came_is_forked_anew(world: World) -> None:
+    world.it.order(2, PLACES)
+    world.it.heard(world.lines[NOBODY], Heard(generation=2))
+    assert not world.it.finished(NOBODY), "its shim waits for the fresh one"
+    assert world.forked == [(0, PLACES[0])]
+    assert world.changes[-1] == (2, [NOBODY + 101, NOBODY + 1])
+    world.now_s = RELEASED_S + ENDED_S
+    world.it.heard(world.lines[NOBODY + 1], Released(generation=2))
+    assert world.it.tick() is None
+    assert world.gave_up == []
+
+
+def test_a_rank_that_finishes_between_the_plan_and_the_order_is_forked_anew(world: World) -> None:
+    assert world.it.reserve(1)
+    assert not world.it.finished(NOBODY)
+    assert world.forked == []
+    world.it.order(2, PLACES)
+    assert world.forked == [(0, PLACES[0])]
+    assert world.lines[NOBODY].orders == []
+
+
+def test_what_has_finished_before_any_plan_came_is_not_formed_anew(world: World) -> None:
+    assert world.it.finished(NOBODY)
+    assert not world.it.reserve(1)
+    assert world.it.finished(NOBODY + 7), "not known here"
+
+
 def test_answers_to_an_older_order_count_for_nothing(world: World) -> None:
     world.it.order(2, PLACES)
     world.it.order(3, PLACES)

@@ -40,12 +40,13 @@ def test_an_evicted_node_leaves_with_75_when_it_was_asked_to() -> None:
     assert order.exit_code == 75
 
 
-def test_an_older_plan_never_replaces_a_newer_one() -> None:
+def test_an_older_plan_is_no_news() -> None:
     seat = Seat("park")
-    assert seat.committed(plan(5, "a"))
-    assert not seat.committed(plan(4, "b"))
-    assert not seat.committed(plan(5, "b"))
-    assert seat.plan == plan(5, "a")
+    assert seat.is_news(plan(5, "a"))
+    seat.committed(plan(5, "a"))
+    assert not seat.is_news(plan(4, "b"))
+    assert not seat.is_news(plan(5, "b"))
+    assert seat.is_news(plan(6, "b"))
 
 
 def test_ranks_are_outdated_by_a_newer_plan_or_the_jobs_end_only() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 DEADLINE_S = 90.0
+ALONE_S = 30.0
 
 
 def wait_until(condition: Callable[[], Any], *, what: str, deadline_s: float = DEADLINE_S) -> Any:
@@ -47,9 +48,18 @@ class Started:
     logs: Path
     codes: dict[int, int] = field(default_factory=dict)
     pump: Callable[[], None] = lambda: None
+    bereaved: bool = False
 
     def wait(self, deadline_s: float = DEADLINE_S) -> list[int]:
-        """Return every rank's exit code (-9 for SIGKILL)."""
+        """Return every rank's exit code (-9 for SIGKILL).
+
+        Once in some hundred times gloo leaves a rank whose peer died in its collective for ever
+        (torch 2.13). Then it is killed, as its launcher would do.
+        """
+        if self.bereaved:
+            with contextlib.suppress(AssertionError):
+                wait_until(self._ended, what="their end", deadline_s=ALONE_S)
+            self.kill()
         try:
             wait_until(self._ended, what="the end of the ranks", deadline_s=deadline_s)
         except AssertionError as exc:
@@ -68,6 +78,7 @@ class Started:
         return int(wait_until(one, what="the end of one rank")[0]) - 1
 
     def kill(self, *ranks: int, how: signal.Signals = signal.SIGKILL) -> None:
+        self.bereaved |= how == signal.SIGKILL
         for rank in ranks or range(len(self.pids)):
             if rank not in self.codes:
                 with contextlib.suppress(ProcessLookupError):

@@ -129,15 +129,15 @@ class Crew:
 
     # ---- into the next generation without torchrun
 
-    def can_move(self) -> bool:
-        """Return whether the ranks that run can leave their generation in place."""
+    def reserve(self) -> bool:
+        """Return whether the ranks that run can leave their generation in place; `move` follows."""
         running = 0 if self._signalled else self._seat.training
-        return running > 0 and self._reforming is not None and self._reforming.possible(running)
+        return running > 0 and self._reforming is not None and self._reforming.reserve(running)
 
     def move(self, plan: Plan, group_rank: int, ours: dict[str, str]) -> None:
         """Take all local ranks into this generation; `ours` are everstep's own variables."""
         if self._reforming is None:
-            raise AssertionError("asked for without can_move()")
+            raise AssertionError("asked for without reserve()")
         self._first_rank[plan.generation] = environment.first_rank(plan, group_rank)
         places = [
             environment.of_torchrun(plan, group_rank, local_rank) | ours

@@ -276,9 +276,10 @@ class EverstepRendezvous(RendezvousHandler):
     def _committed(self, plan: Plan) -> None:
         here = next((i for i, m in enumerate(plan.members) if m.node == self._seat.node), None)
         crew = self._crew
-        moves = here is not None and crew is not None and crew.can_move()
-        if not self._seat.committed(plan, in_place=moves):
+        if not self._seat.is_news(plan):
             return
+        moves = here is not None and crew is not None and crew.reserve()
+        self._seat.committed(plan, in_place=moves)
         if moves and crew is not None and here is not None:
             crew.move(plan, here, self._enter(plan, here, crew))
         else:

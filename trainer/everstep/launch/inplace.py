@@ -97,13 +97,14 @@ class InPlace:
         self._places: list[Place] = []
         self._lines: dict[int, tuple[Line, int]] = {}
         self._dropped: set[int] = set()
+        self._reserved = False
         self._generation = 0
         self._environments: Sequence[Mapping[str, str]] = ()
 
     def started(self, generation: int, pids: Sequence[int]) -> None:
         """Torchrun has started these ranks, in order of local rank."""
         with self._lock:
-            self._generation = generation
+            self._generation, self._reserved = generation, False
             self._dropped.clear()
             self._places = [Place(pid) for pid in pids]
             for pid, (line, ready_in) in list(self._lines.items()):
@@ -142,6 +143,25 @@ class InPlace:
                     self._tell()
             return 0
 
+    def finished(self, pid: int) -> bool:
+        """A rank's process ended with 0 while its shim is held; return whether the shim may, too.
+
+        Not where the order into the next generation came too late for it: the others wait for a
+        rank there, and a fresh one finishes with them.
+        """
+        with self._lock:
+            self._lines.pop(pid, None)
+            for local_rank, place in enumerate(self._places):
+                if place.pid == pid and (place.waited_for or self._reserved):
+                    place.pid, place.line = None, None
+                    if place.waited_for:
+                        self._fill(local_rank)
+                        self._tell()
+                    return False
+                if place.pid == pid:
+                    place.line = None
+            return True
+
     def absorbs(self, pid: int) -> bool:
         """Return whether the end of this process is no failure: another takes its place."""
         with self._lock:
@@ -158,10 +178,17 @@ class InPlace:
                     return f"local rank {local_rank} cannot be formed anew"
             return None
 
+    def reserve(self, generation: int) -> bool:
+        """Return whether `generation` can be left in place; what ends then waits for `order`."""
+        with self._lock:
+            self._reserved = self.why_not(generation) is None
+            return self._reserved
+
     def order(self, generation: int, environments: Sequence[Mapping[str, str]]) -> None:
         """Take all local ranks into `generation`, each with its environment."""
         with self._lock:
             self._generation, self._environments = generation, environments
+            self._reserved = False
             for local_rank, place in enumerate(self._places):
                 if place.pid is None:
                     self._fill(local_rank)

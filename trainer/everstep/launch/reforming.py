@@ -88,9 +88,9 @@ class Reforming:
         self._restarting, self._ended_s, self._sparing = False, None, 0
         self._it.started(generation, pids)
 
-    def possible(self, generation: int) -> bool:
-        """Return whether the ranks of this generation can leave it in place."""
-        return not self._restarting and self._it.why_not(generation) is None
+    def reserve(self, generation: int) -> bool:
+        """Return whether the ranks of this generation can leave it in place; `join` must follow."""
+        return not self._restarting and self._it.reserve(generation)
 
     def spares(self, generation: int) -> bool:
         """Return whether the siblings of a rank that ended are to live on, for a plan to come.
@@ -130,10 +130,17 @@ class Reforming:
     def _rank_ended(self, rank: WarmRank, code: int, held: bool) -> None:  # noqa: FBT001  the pool's
         if not held or self._pool is None:
             return
-        if code == 0 or self._restarting:
+        if self._restarting:
             self._pool.release(rank.local_rank)
-            return
-        self._calls.put(lambda: self._ended(rank.pid))
+        elif code == 0:
+            self._calls.put(lambda: self._finished(rank))
+        else:
+            self._calls.put(lambda: self._ended(rank.pid))
+
+    def _finished(self, rank: WarmRank) -> None:
+        over = self._it.finished(rank.pid)
+        if (over or self._restarting) and self._pool is not None:
+            self._pool.release(rank.local_rank)
 
     def _ended(self, pid: int) -> None:
         generation = self._it.ended(pid)

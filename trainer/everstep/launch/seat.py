@@ -88,19 +88,20 @@ class Seat:
         self.last = self.training = generation
         self.succeeded = False
 
-    def committed(self, plan: Plan, *, in_place: bool = False) -> bool:
-        """Take a plan; False when it is older than, or the same as, the one in force.
+    def is_news(self, plan: Plan) -> bool:
+        """Return whether a plan is newer than the one in force."""
+        return self._plan is None or plan.generation > self._plan.generation
+
+    def committed(self, plan: Plan, *, in_place: bool = False) -> None:
+        """Take a newer plan.
 
         `in_place` says that the ranks that run are about to run under it, unrestarted.
         """
         with self._changed:
-            if self._plan is not None and plan.generation <= self._plan.generation:
-                return False
             self._plan = plan
             if in_place:
                 self.last = self.training = plan.generation
             self._changed.notify_all()
-            return True
 
     def job_over(self, over: JobOver) -> None:
         """The job ended."""

@@ -192,7 +192,7 @@ def test_where_the_step_in_flight_does_not_end_the_last_finished_one_is_saved(
     (tmp_path / "run").mkdir()
     script = tmp_path / "blocking.py"
     script.write_text(BLOCKING)
-    ranks = start_ranks(2, script, str(tmp_path / "run"), "6", "0.3", env=environ(launcher))
+    ranks = start_ranks(2, script, str(tmp_path / "run"), "6", "1.0", env=environ(launcher))
     blocked = [tmp_path / "run" / f"blocked-{rank}" for rank in range(2)]
     wait_until(lambda: all(p.exists() for p in blocked), what="a step that does not end")
     launcher.ask(ranks.pids[0], grace_s=6.0)
@@ -221,7 +221,7 @@ def test_a_rank_alone_saves_its_part_and_no_mixed_set_is_ever_complete(
     (tmp_path / "run").mkdir()
     script = tmp_path / "blocking.py"
     script.write_text(BLOCKING)
-    ranks = start_ranks(2, script, str(tmp_path / "run"), "6", "0.3", env=environ(launcher))
+    ranks = start_ranks(2, script, str(tmp_path / "run"), "6", "1.0", env=environ(launcher))
     blocked = [tmp_path / "run" / f"blocked-{rank}" for rank in range(2)]
     wait_until(lambda: all(p.exists() for p in blocked), what="a step that does not end")
     launcher.ask(ranks.pids[0], grace_s=6.0)

@@ -35,6 +35,7 @@ def test_a_killed_rank_means_the_same_nodes_and_a_new_generation_at_once() -> No
     (incident,) = world.failures()
     assert incident.root is not None
     assert (incident.root.rank, incident.root.category) == (1, "killed")
+    assert incident.root.summary == "rank 1 on b was killed by SIGKILL"
     assert incident.decision.what == "restart"
     assert incident.committed_at_s is not None
     assert incident.resumed_at_s is not None

@@ -623,6 +623,7 @@ class World:
             signal=sig,
             at_s=self.now_s - launcher.node.offset_s,
             error=error,
+            stderr_tail=["rank INFO resumed from s000000-g1"],  # said long before, of other things
         )
         gone = ClientGone(
             client=f"r{rank.pid}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from typing import TYPE_CHECKING
 
 from everstep.coordinator import cases, ending, facts, planning, reckoning
@@ -172,7 +173,9 @@ def _clue_of(node: str, ended: RankEnded, at_s: float, error_s: float) -> Clue:
         how = "ended, nobody knows how"
     else:
         how = f"failed with exit code {ended.exit_code}"
-    text = said_last(ended.error, ended.stderr_tail)
+    # Who gets SIGKILL cannot say why: its last line is about something else.
+    unsaid = ended.signal == signal.SIGKILL and not ended.error
+    text = "" if unsaid else said_last(ended.error, ended.stderr_tail)
     last = next((line.strip() for line in text.splitlines() if line.strip()), "")
     last = _RANK.sub("", last)[:_WHAT_CHARS]
     what = f"rank {ended.rank} on {node} {how}" + (f": {last}" if last else "")

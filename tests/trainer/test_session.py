@@ -101,7 +101,7 @@ def test_a_kill_of_all_ranks_in_the_middle_of_a_save_does_not_cost_it(
     slow = {"EVERSTEP_FAULT": "before-part:sleep=2#2", "TMPDIR": str(folders)}
     ranks = start_ranks(2, script, run, env=slow)
     save = run / "snapshots" / "s000002-g1"
-    wait_until(lambda: len(list(save.glob("__*"))) == 2, what="the save")
+    wait_until(lambda: len(list(save.glob("__*"))) == 2, what=f"the save, see {ranks.logs}")
     ranks.kill()
     assert ranks.wait() == [-9, -9]
     assert not committed(run, 2)

@@ -28,6 +28,7 @@ from tests.chaos.snapshots.stage import (
     until,
 )
 
+from everstep.snapshots.writer.child import END
 from everstep.wire.ids import SnapshotId
 
 _REJECTED = re.compile(r"(\S+) cannot be used from (\w+) by rank")
@@ -154,7 +155,7 @@ def thaw(scene: Scene) -> None:
     """Let an old writer go on where it stood; it ends when it has finished."""
     for writer in scene.old:
         writer.send(signal.SIGCONT)
-        writer.send(signal.SIGTERM)
+        writer.send(END)
         writer.wait()
 
 
@@ -183,7 +184,7 @@ def close(scene: Scene, verdict: Verdict) -> None:
         child.say("close")
     ended: list[tuple[Child, int]] = [(child, child.wait()) for child in scene.ranks]
     for writer in scene.writers.values():
-        writer.send(signal.SIGTERM)
+        writer.send(END)
         ended.append((writer, writer.wait()))
     for one, code in ended:
         if code:

@@ -51,7 +51,7 @@ class Boundary:
         self._device = device
         self._clock = clock
         self._cpu_clock = cpu_clock
-        self._look_s = 0.0
+        self._look_s: float | None = None  # not counted the first time: that one is dearer
         self._state: State | None = None
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._event: torch.cuda.Event | None = None
@@ -60,8 +60,8 @@ class Boundary:
         """Put down the end of a step that took so long."""
         self.facts, self.step_s, self.noted_s = facts, step_s, self._clock()
         self._state = None
-        if step_s < _SHARE * self._look_s:
-            self._look_s *= _FORGET  # the first look is dearer than others
+        if self._look_s and step_s < _SHARE * self._look_s:
+            self._look_s *= _FORGET
             return
         begin_s = self._cpu_clock()
         try:
@@ -76,7 +76,7 @@ class Boundary:
         if self._device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's gap
             self._event.record()
-        self._look_s = self._cpu_clock() - begin_s
+        self._look_s = 0.0 if self._look_s is None else self._cpu_clock() - begin_s
         self._state = state
 
     def state(self) -> State:

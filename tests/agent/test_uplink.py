@@ -11,6 +11,7 @@ from tests.agent.stage import FakeCoordinator, RawClient, Stage
 from tests.waiting import wait_until
 
 from everstep.agent.peer import boot_id
+from everstep.cli.demo.ports import free_port
 from everstep.wire.codec import SCHEMA
 from everstep.wire.messages import (
     Ack,
@@ -28,13 +29,6 @@ pytestmark = pytest.mark.e2e
 
 JOIN = Join(run_id="r", nonce=None, min_nodes=1, max_nodes=1, local_world_size=1)
 A_PAGE_THAT_NEVER_COMES = Hello(role="rank", job="j", generation=1, rank=0, page=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_the_agent_says_who_it_is(stage: Stage) -> None:

@@ -28,8 +28,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.bench import form
-from tests.bench.processes import Daemon, free_port, listens, start_coordinator
+from tests.bench.processes import Daemon, listens, start_coordinator
 
+from everstep.cli.demo.ports import free_port
 from everstep.wire.link import AgentLink
 from everstep.wire.messages import Hello
 from everstep.wire.page import PageWriter, Place, StepRecord

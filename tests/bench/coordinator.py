@@ -39,8 +39,10 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.bench import form
-from tests.bench.processes import Daemon, free_port, listens, start_coordinator
+from tests.bench.processes import Daemon, listens, start_coordinator
 from tests.bench.swarm import Swarm
+
+from everstep.cli.demo.ports import free_port
 
 FIRST, JOB_NODES, BIG_JOB_NODES = 1000, 64, 1000
 LEVELS = (FIRST, 2000, 4000, 8000, 10_000, 16_000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from everstep.cli.demo.ports import free_port
 from everstep.cli.main import main
 
 SETTINGS = ("EVERSTEP_COORDINATOR", "EVERSTEP_TOKEN", "EVERSTEP_SOCKET", "XDG_RUNTIME_DIR")
@@ -55,14 +55,6 @@ class Everstep:
 def _code(code: object) -> int:
     assert code is None or isinstance(code, int), code
     return code or 0
-
-
-def free_port() -> int:
-    """Return a port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from tests.cli.actors import Api as Server
-from tests.cli.actors import free_port
 
 from everstep.cli.api import DEFAULT_URL, Api, ApiError, ApiRefusedError
+from everstep.cli.demo.ports import free_port
 from everstep.sdk.config import ConfigError, ConfigFile
 
 

@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.cli.actors import Ended, Everstep, free_port
+from tests.cli.actors import Ended, Everstep
 from tests.cli.scene import TOKEN, Scene
 from tests.waiting import wait_until
 
 from everstep.cli.api import Api, ApiError
+from everstep.cli.demo.ports import free_port
 
 pytestmark = pytest.mark.e2e
 

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 from tests.agent.stage import Stage
 from tests.cli.actors import Api as Server
-from tests.cli.actors import Ended, free_port
+from tests.cli.actors import Ended
 
 from everstep.cli.api import Api
+from everstep.cli.demo.ports import free_port
 from everstep.cli.doctor import kernel, machine, reach
 from everstep.cli.doctor.checks import Check, Found, Patient, diagnose
 from everstep.cli.doctor.examination import CHECKS

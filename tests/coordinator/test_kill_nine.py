@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -20,14 +19,14 @@ from typing import Any
 import pytest
 from tests.coordinator.fake_agent import FakeAgent, until
 
+from everstep.cli.demo.ports import free_port
+
 
 class Process:
     """`everstep coordinator`, as a service manager would run it."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.folder = folder
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = (folder / "log").open("ab")

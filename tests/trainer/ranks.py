@@ -7,7 +7,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from everstep.cli.demo.ports import free_port
 
 HERE = Path(__file__).parent
 DEADLINE_S = 90.0
@@ -30,13 +31,6 @@ def wait_until(condition: Callable[[], Any], *, what: str, deadline_s: float = D
         assert time.monotonic() < end, f"{what} did not happen within {deadline_s} s"
         time.sleep(0.01)
     return value
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 @dataclass

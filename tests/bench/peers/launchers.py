@@ -22,9 +22,10 @@ from typing import ClassVar, Self
 from tests.bench.contestants import RUN, Shape
 from tests.bench.peers.leftovers import swept
 from tests.bench.peers.venvs import PEERS
-from tests.bench.processes import free_port, listens
+from tests.bench.processes import listens
 
 import everstep
+from everstep.cli.demo.ports import free_port
 from everstep.launch import reaper
 
 HERE = Path(__file__).parent

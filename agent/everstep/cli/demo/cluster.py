@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from everstep.cli.demo.ports import free_port
 from everstep.cli.demo.wire_cut import Cable, Cables
 from everstep.launch import reaper
 from everstep.sdk.errors import EverstepError
@@ -79,7 +80,7 @@ class Cluster:
         self.run = Path(tempfile.mkdtemp(prefix="everstep-", dir=None if short else "/tmp"))
         self.cables = Cables()
         self._coordinator_extra = ""
-        self.port = self.port or _free_port()
+        self.port = self.port or free_port()
         self._reaper = subprocess.Popen(
             [sys.executable, "-I", "-S", reaper.__file__, f"{_MARK}={self.token}"],
             stdin=subprocess.PIPE,
@@ -276,10 +277,3 @@ class Cluster:
             if time.monotonic() > end:
                 raise ClusterError(f"{what}; see {self.log(name)}")
             time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -165,7 +165,7 @@ def test_ranks_die_with_their_nursery_and_the_next_one_is_built() -> None:
         (nursery,) = made.pool.nurseries()
         os.kill(nursery, signal.SIGKILL)
         assert [finish(shim).code for shim in shims] == [-9, -9]
-        assert not any(alive(pid) for pid in pids)
+        wait_until("the ranks' end", lambda: not any(alive(pid) for pid in pids))
         assert made.said == [f"nursery {nursery} has died, and with it 2 ranks"]
         wait_until("the next nursery", lambda: made.pool.ready)
         assert finish(made.start("exit", "0")).code == 0

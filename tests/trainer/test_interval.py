@@ -31,7 +31,8 @@ def test_two_ranks_keep_to_the_interval_that_the_first_has_chosen(
     assert ranks.wait() == [0, 0], ranks.log()
     agent.close()
     steps = [taken.step for taken in agent.commits()]
-    assert steps[0] == 3
+    # The first, then every 8th, then the last; one that a newer one has overtaken is given up.
+    assert {30} <= set(steps) <= {3, 11, 19, 27, 30}, ranks.log()
     found = [m for m in agent.heard if isinstance(m, RankFinding)]
     chosen = [m for m in found if m.finding.name == "snapshot.interval"]
     assert {m.rank for m in chosen} == {0}
@@ -40,4 +41,3 @@ def test_two_ranks_keep_to_the_interval_that_the_first_has_chosen(
     assert every is not None
     # With failures that rare even the shortest stall asks for the longest interval allowed.
     assert every[1] == "8"
-    assert steps[1] == 3 + 8

@@ -92,12 +92,11 @@ with Session(SessionConfig(run_dir=sys.argv[1]), hooks=hooks) as session:
 
 
 def test_a_kill_of_all_ranks_in_the_middle_of_a_save_does_not_cost_it(
-    tmp_path: Path, start_ranks: StartRanks
+    tmp_path: Path, short_folder: Path, start_ranks: StartRanks
 ) -> None:
     script, run = tmp_path / "stands.py", tmp_path / "run"
     script.write_text(STANDS_STILL)
-    folders = tmp_path / "folders"
-    folders.mkdir()
+    folders = short_folder
     slow = {"EVERSTEP_FAULT": "before-part:sleep=2#2", "TMPDIR": str(folders)}
     ranks = start_ranks(2, script, run, env=slow)
     save = run / "snapshots" / "s000002-g1"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import threading
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everstep.launch import emergency, environment, logs
@@ -18,6 +16,7 @@ from everstep.launch.ranks import Ended, Ranks, Started, as_ended, child_end
 from everstep.launch.reforming import Reforming
 from everstep.launch.warm.opening import close_pool, the_pool
 from everstep.launch.writing import NodeWriter
+from everstep.wire.folder import private_folder
 from everstep.wire.messages import RankEnded, RanksStarted
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Crew:
         pool = the_pool()
         if pool is not None:
             self._ranks.take_along(pool.nurseries(), pool.folder)
-        self._folder = Path(tempfile.mkdtemp(prefix="everstep-"))
+        self._folder = private_folder("writer.sock")
         self._ranks.take_along([], self._folder)
         self._writer = NodeWriter(self._folder, say)
         in_place = in_place_wanted(os.environ)

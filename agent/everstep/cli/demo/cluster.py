@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +23,14 @@ from everstep.cli.demo.ports import free_port
 from everstep.cli.demo.wire_cut import Cable, Cables
 from everstep.launch import reaper
 from everstep.sdk.errors import EverstepError
+from everstep.wire.folder import private_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _MARK = "EVERSTEP_DEMO"
 _ROUNDS = 5
-_SHORT_BYTES = 50
+_LONGEST_PATH = "a-name-of-a-node/everstep-12345678/writer.sock"
 
 
 class ClusterError(EverstepError):
@@ -75,9 +75,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        # AF_UNIX paths have 107 bytes at most, and the demo's folder or $TMPDIR may be anywhere.
-        short = len(os.fsencode(tempfile.gettempdir())) <= _SHORT_BYTES
-        self.run = Path(tempfile.mkdtemp(prefix="everstep-", dir=None if short else "/tmp"))
+        self.run = private_folder(_LONGEST_PATH)
         self.cables = Cables()
         self._coordinator_extra = ""
         self.port = self.port or free_port()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 from everstep.launch import warm
 from everstep.sdk.errors import EverstepError
+from everstep.wire.folder import private_folder
 
-_LONGEST_SOCKET, _LONGEST_FIRST_LINE = 107, 250
+_LONGEST_FIRST_LINE = 250
 _ROOT = Path(warm.__file__).parents[3]
 _TEXT = """\
 #!{python} -IS
@@ -30,7 +30,7 @@ class Door:
     """The folder with the executable and the place of the socket; `close` removes it."""
 
     def __init__(self) -> None:
-        self.folder = _private_folder()
+        self.folder = private_folder("pool")
         self.socket = self.folder / "pool"
         self.executable = self.folder / "python"
         try:
@@ -51,11 +51,3 @@ class Door:
     def close(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _private_folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="everstep-"))
-    if len(os.fsencode(folder / "pool")) <= _LONGEST_SOCKET:
-        return folder
-    folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix="everstep-", dir="/tmp"))

@@ -6,9 +6,7 @@ import contextlib
 import logging
 import os
 import shutil
-import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everstep.sdk import Finding
@@ -16,13 +14,16 @@ from everstep.snapshots import writer
 from everstep.snapshots.client import WriterLink
 from everstep.snapshots.marker import SnapshotError
 from everstep.snapshots.orders import Done, PartDone
+from everstep.snapshots.writer.child import SOCKET_NAME
 from everstep.trainer.snapshot.budget import free_bytes, slots_that_fit
 from everstep.trainer.snapshot.slot import Slot
 from everstep.wire import memory
 from everstep.wire.errors import WireError
+from everstep.wire.folder import private_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from everstep.snapshots.orders import FromWriter, Write
     from everstep.trainer.place import Seat
@@ -49,7 +50,7 @@ class OwnWriter:
             if self._writer is not None:
                 log.error("the snapshot writer has died; starting another")
             # Not below the run's folder: a Unix socket's path must be short.
-            self._folder = self._folder or Path(tempfile.mkdtemp(prefix="everstep-"))
+            self._folder = self._folder or private_folder(SOCKET_NAME)
             self._folder.mkdir(mode=0o700, exist_ok=True)
             environ = {name: value for name, value in os.environ.items() if name != _MARK}
             self._writer = writer.start(self._folder, environ=environ, tidy=True)
